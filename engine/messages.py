@@ -1,0 +1,124 @@
+"""What crosses the border between front ends and engine cores. msgspec values, msgpack on the wire, no pickle.
+
+Called by: core_client.py and cluster/dp_client.py in the front end, core_proc.py in the engine core.
+Instants are `time.monotonic()` of the host: one clock for all its processes.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from ..workers.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens, or the context is full."""
+    ABORT = "abort"
+    """The client left, or the server stops."""
+    ERROR = "error"
+    """See `EngineCoreOutput.error`."""
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One request for one engine core, checked and tokenised by the front end.
+
+    client_index:     which front end gets the output
+    sampling_params:  with max_tokens filled in
+    eos_token_ids:    the model's end-of-sequence tokens; empty with ignore_eos
+    seed:             of the sampling noise; always set
+    attempt:          0 at first; one more for each replica that was lost with the request. Outputs of an
+                      older attempt are dropped
+    output_token_ids: tokens made by earlier attempts; positions, min and max tokens and stops go on from there
+    arrived_at:       when the front end got it
+    """
+
+    request_id: str
+    client_index: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    arrived_at: float
+    attempt: int = 0
+    output_token_ids: list[int] = []
+
+
+class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Forget these requests. Unknown ids are ignored; nothing is answered."""
+
+    request_ids: list[str]
+
+
+class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A front end's first message: where its outputs go.
+
+    incarnation: one more each time this front end is restarted; requests of an older one are aborted.
+    """
+
+    client_index: int
+    incarnation: int
+    output_address: str
+
+
+ClientMessage = EngineCoreRequest | AbortRequests | ClientHello
+"""All that a front end may send to an engine core."""
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step made for one request.
+
+    stop_reason:       the stop token that ended it, when it was one of the client's
+    num_cached_tokens: prompt tokens found in the prefix cache at first admission; sent with the first output
+    error:             one sentence, with finish_reason ERROR
+    retry_after_s:     set when the request was refused because the queue is full
+    """
+
+    request_id: str
+    attempt: int = 0
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    retry_after_s: float | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """All outputs of one step for one front end."""
+
+    dp_rank: int
+    epoch: int
+    outputs: list[EngineCoreOutput]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine core's load, as it stands after a step. Sent to the coordinator when it changes.
+
+    sequence:              one more with each report of this epoch
+    kv_usage:              part of the KV blocks that running requests hold, evictable cached ones left out. [0, 1]
+    num_free_blocks:       free blocks, evictable cached ones included
+    num_prefill_tokens:    tokens of waiting and running requests that are still to be prefilled
+    prefix_*_tokens, num_preemptions, num_steps, num_*_tokens_total: counters since the start of this epoch
+    """
+
+    dp_rank: int
+    epoch: int
+    sequence: int
+    reported_at: float
+    num_waiting: int
+    num_running: int
+    num_prefill_tokens: int
+    kv_usage: float
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_prefill_tokens_total: int = 0
+    num_output_tokens_total: int = 0

@@ -1,0 +1,123 @@
+"""What a worker must be told: model, cache, parallelism, executor. Frozen sections of the configuration tree.
+
+Called by: launch/config.py builds them; each component gets its own section, never the tree. They cross
+to the child processes as msgpack. What is learnt later (number of KV blocks) is a return value, not a setting.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..shm.errors import ConfigError
+
+
+class DeviceType(StrEnum):
+    """Where a rank computes. AUTO becomes CUDA or CPU before any process starts."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DType(StrEnum):
+    """Type of weights, activations and KV cache. AUTO: that of the checkpoint on CUDA, float32 on CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    """The checkpoint in the model's folder."""
+    DUMMY = "dummy"
+    """Random numbers, uniform in ±1e-3: for benchmarks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in which numbers."""
+
+    path: str
+    """Local folder with config.json. A hub name has been turned into its folder before this section is built."""
+    dtype: DType = DType.AUTO
+    load_format: LoadFormat = LoadFormat.AUTO
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens. None: what the model was trained for."""
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError("model.max_model_len", f"must be at least 1, not {self.max_model_len}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache of one replica."""
+
+    block_size: int = 16
+    """Tokens in one KV block. A power of two."""
+    num_blocks: int | None = None
+    """KV blocks of one rank, the null block included. None: as many as memory holds, by profiling."""
+    memory_utilization: float = 0.9
+    """Part of a GPU's memory that one rank may use in all: weights, activations and KV cache."""
+    cpu_kv_bytes: int = 1 << 30
+    """Bytes of KV cache of one rank on CPU, when num_blocks is None."""
+    enable_prefix_caching: bool = True
+    """Keep finished blocks, and reuse them for prompts that begin alike."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError("cache.block_size", f"must be a power of two, not {self.block_size}")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError("cache.num_blocks", f"must be at least 2, not {self.num_blocks}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError("cache.memory_utilization", f"must be in (0, 1], not {self.memory_utilization}")
+        if self.cpu_kv_bytes < 1 << 20:
+            raise ConfigError("cache.cpu_kv_bytes", f"must be at least 1 MiB, not {self.cpu_kv_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How one replica is split over devices."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer. At most the number of attention heads."""
+    device: DeviceType = DeviceType.AUTO
+    share_device: bool = False
+    """For tests only: all ranks on the first GPU, collectives staged through the host (NCCL refuses that)."""
+    num_threads: int | None = None
+    """Compute threads of one rank on CPU. None: cores of the host divided by the ranks on it."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError("parallel.tensor_parallel_size", f"must be at least 1, not {self.tensor_parallel_size}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError("parallel.num_threads", f"must be at least 1, not {self.num_threads}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig:
+    """How an engine core talks with its workers, and how long it waits."""
+
+    request_ring_bytes: int = 32 << 20
+    """Shared memory of the ring that broadcasts steps. Touched only as far as it is used."""
+    reply_ring_bytes: int = 8 << 20
+    """Shared memory of each worker's ring of replies."""
+    start_timeout_s: float = 600.0
+    """From the spawn of the first worker until all have loaded the model."""
+    step_timeout_s: float = 300.0
+    """For the answer to one step."""
+    call_timeout_s: float = 60.0
+    """For the answer to any other call."""
+    stop_timeout_s: float = 5.0
+    """For workers to leave by themselves, before they are killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("request_ring_bytes", "reply_ring_bytes"):
+            if getattr(self, name) < 1 << 16:
+                raise ConfigError(f"executor.{name}", "must be at least 64 KiB")
+        for name in ("start_timeout_s", "step_timeout_s", "call_timeout_s", "stop_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"executor.{name}", "must be positive")

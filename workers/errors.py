@@ -1,0 +1,19 @@
+"""Errors of the workers: raised in a worker process, seen by the engine core as `detail` of a `ProcessError`."""
+
+from ..shm.errors import ServingError
+
+
+class WorkerError(ServingError):
+    """Something about one rank's device, weights or model."""
+
+
+class DeviceMemoryError(WorkerError):
+    """The weights and one step leave no room for a KV cache. Says what to change."""
+
+
+class WeightsError(WorkerError):
+    """A checkpoint lacks a tensor, has one too many, or has one of another shape. Names the tensor."""
+
+
+class UnsupportedModelError(WorkerError):
+    """The checkpoint's architecture is not one of ours. Lists those that are."""

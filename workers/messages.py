@@ -1,0 +1,120 @@
+"""The contract between an engine core and its workers: what one step computes, and what comes back.
+
+Called by: the scheduler fills `SchedulerOutput`, the model runner reads it and answers `ModelRunnerOutput`;
+the executor carries both. They live with the callee, so that the engine depends on the workers and never
+the other way round. All are msgspec values: they cross process borders as msgpack and are never changed.
+
+New requests travel whole, running ones as differences: the workers keep each request's tokens and block
+table in their own rows, and append the tokens that they sampled themselves.
+"""
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the workers do not hold: new, or resumed after preemption or the loss of a replica.
+
+    token_ids:           prompt tokens, then the output tokens made so far
+    num_prompt_tokens:   how many of them are prompt
+    num_computed_tokens: how many have their KV in the cache already (prefix hits)
+    block_ids:           all blocks of the request, in order
+    seed:                of the sampling noise; always set
+    stop_token_ids:      tokens that min_tokens holds back: the model's own end tokens and the client's
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class RunningRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the workers hold: only what has changed.
+
+    num_computed_tokens: as the scheduler counts before this step; the worker's own count must agree
+    new_block_ids:       blocks added in this step, in order
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    new_block_ids: list[int]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computes.
+
+    num_scheduled_tokens: tokens to compute for each request of this step; every id is also in `new_requests`
+                          or in `running_requests`, and every value is positive
+    removed_request_ids:  rows to drop before anything else: finished, aborted and preempted requests
+
+    A request samples one token in this step exactly when its computed and scheduled tokens together reach
+    the tokens known of it; a prompt chunk before the last one samples nothing.
+    """
+
+    step: int
+    new_requests: list[NewRequest]
+    running_requests: list[RunningRequest]
+    num_scheduled_tokens: dict[str, int]
+    removed_request_ids: list[str]
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step sampled: parallel lists, only the requests that sampled, in any order."""
+
+    step: int
+    request_ids: list[str]
+    sampled_token_ids: list[int]
+
+
+class PhaseTime(msgspec.Struct, frozen=True, array_like=True):
+    """One phase of a start: its name and how long it took."""
+
+    name: str
+    duration_s: float
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker says of itself when it is ready.
+
+    device:        "cpu", "cuda:0"; device_name: as the driver calls it
+    weight_bytes:  of this rank's shard
+    num_kv_blocks: blocks that fit this rank's memory; the replica uses the minimum over its ranks
+    num_threads:   compute threads of this rank (CPU)
+    """
+
+    tp_rank: int
+    pid: int
+    device: str
+    device_name: str
+    dtype: str
+    attention_backend: str
+    weight_bytes: int
+    kv_bytes_per_block: int
+    num_kv_blocks: int
+    num_threads: int
+    phases: list[PhaseTime]
+
+
+class ExecutorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor knows when all its ranks are ready.
+
+    num_kv_blocks: of the replica, the null block included; block 0 is the null block, never given out
+    max_model_len: longest request in tokens
+    """
+
+    num_kv_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    ranks: list[RankReport]

@@ -1,0 +1,100 @@
+"""SamplingParams: how one request's tokens are chosen and when they end.
+
+Called by: users (`from phalanx import SamplingParams`), the API server, and, deepest, the sampler.
+Checked where it is built, in the front end: a worker never meets a value that it must refuse.
+"""
+
+import math
+
+import msgspec
+
+from ..shm.errors import ServingError
+
+MAX_SEED = 2**63 - 1
+MIN_TEMPERATURE = 0.01
+"""A temperature between 0 and this is raised to it: below, probabilities overflow without being greedy."""
+
+
+class SamplingParamsError(ServingError):
+    """A sampling parameter is out of its range. `field`: which one."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are chosen and when they end.
+
+    temperature:    0 is greedy; otherwise logits are divided by it. [0, 2]
+    top_p:          smallest set of tokens whose probability reaches it, after top_k. (0, 1]
+    top_k:          the k likeliest tokens; ties at the k-th all stay. 0 or -1: off
+    seed:           same seed, prompt and parameters: same tokens. None: a random one is drawn at admission
+    max_tokens:     output tokens at most; None: what the context length leaves
+    min_tokens:     output tokens before an end-of-sequence or stop token may come
+    stop:           strings that end the output; the text is cut before the match
+    stop_token_ids: tokens that end the output, beside the model's own
+    ignore_eos:     do not end at the model's end-of-sequence tokens
+    skip_special_tokens, include_stop_str_in_output, detokenize: what the text shows
+
+    Raises SamplingParamsError, naming the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _require(self.top_p > 0.0, "top_p", "must be greater than 0")
+        _check_int("top_k", self.top_k, -1, None)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not be greater than max_tokens")
+        # A user may write one string or a list; a frozen value is normalised in place, once.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for text in stop:
+            _require(isinstance(text, str) and text != "", "stop", "must hold non-empty strings")
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, None)
+        _require(self.detokenize or not stop, "stop", "needs detokenize")
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", MIN_TEMPERATURE)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the likeliest token is taken and no noise is drawn."""
+        return self.temperature == 0.0
+
+
+def _require(condition: bool, field: str, problem: str) -> None:
+    if not condition:
+        raise SamplingParamsError(field, problem)
+
+
+def _check_number(field: str, value: object, low: float, high: float) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    _require(ok and low <= float(value) <= high, field, f"must be a number in [{low:g}, {high:g}], not {value!r}")  # type: ignore[arg-type]
+
+
+def _check_int(field: str, value: object, low: int, high: int | None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
+    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    _require(ok, field, f"must be an integer {bounds}, not {value!r}")
