@@ -1,0 +1,41 @@
+"""The first thing that runs in every child process: `python -m phalanx.shm.child FD PARENT_PID ROLE TARGET`.
+
+Started by process.py only. Order matters: the child arms its own death with its parent's before it does
+anything that can take long (imports, loading). Two ways, since each has a gap: the kernel's parent-death
+signal does not cover a parent that died before it was armed (hence the second look at the parent's pid), and
+the lifeline's end needs a thread that gets to run.
+
+Until the target says that it is ready, SIGTERM ends the process at once, for there is nothing to finish yet;
+from then on it sets `stop_requested`. SIGINT is ignored: Ctrl-C is the top process's business.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+from .exit_codes import ExitCode
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _arm_parent_death(parent_pid: int) -> None:
+    """Have the kernel kill us when the parent's spawning thread ends, however it went."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(ExitCode.PARENT_GONE)
+
+
+def main(argv: list[str]) -> int:
+    """Arm, read the arguments, import the target, run it. Returns its exit code."""
+    lifeline_fd, parent_pid, role, target = int(argv[0]), int(argv[1]), argv[2], argv[3]
+    _arm_parent_death(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Only now what takes time to import.
+    from .child_context import run_target
+
+    return run_target(lifeline_fd, role, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""What a child process knows of its parent: arguments, messages both ways, the wish to stop.
+
+Called by: child.py, which makes the one `ChildContext` of the process and hands it to the target. The thread
+`lifeline` reads the parent's messages, and ends the process when the parent is gone.
+"""
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback as traceback_module
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+import setproctitle
+
+from .errors import ConfigError
+from .exit_codes import ExitCode
+from .process import MAX_MESSAGE_BYTES, ChildMessage, Failed, Note, Progress, Ready
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+_MAX_TEXT = 32 << 10
+"""Characters of an error or a traceback that are sent: both fit one message. The end says the most."""
+
+
+class ChildContext:
+    """The child's end of the lifeline.
+
+    args:           the encoded arguments
+    stop_requested: set by SIGTERM once the child is ready
+    """
+
+    def __init__(self, lifeline: socket.socket, role: str, args: bytes) -> None:
+        self.role = role
+        self.args = args
+        self.stop_requested = threading.Event()
+        self.is_ready = False
+        self._lifeline = lifeline
+        self._lock = threading.Lock()
+        self._handler: Callable[[bytes], None] | None = None
+        self._early_messages: list[bytes] = []
+        self._stop_callbacks: list[Callable[[], None]] = []
+        self._parent_gone_callbacks: list[Callable[[], None]] = []
+
+    def progress(self, phase: str) -> None:
+        """Say that a phase of the start begins."""
+        self._send(Progress(phase, time.monotonic()))
+
+    def ready(self, payload: bytes) -> None:
+        """Say that the child serves. From now on SIGTERM asks instead of ending. Main thread only."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.is_ready = True
+        self._send(Ready(payload))
+
+    def note(self, payload: bytes) -> None:
+        """Say anything else; the role defines the payload. At most 128 KiB."""
+        self._send(Note(payload))
+
+    def failed(self, error: str, traceback: str = "", config_field: str | None = None) -> None:
+        """Say why the process is about to leave: one sentence, and a traceback for the log."""
+        self._send(Failed(error[-_MAX_TEXT:], traceback[-_MAX_TEXT:], config_field))
+
+    def on_message(self, handler: Callable[[bytes], None]) -> None:
+        """Have the parent's messages delivered, in order, from the lifeline thread. Early ones are kept for it."""
+        with self._lock:
+            for message in self._early_messages:
+                handler(message)
+            self._early_messages.clear()
+            self._handler = handler
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Call back, in the main thread's signal handler, when a stop is asked: set an event, ring a bell, no more."""
+        self._stop_callbacks.append(callback)
+
+    def on_parent_gone(self, callback: Callable[[], None]) -> None:
+        """Call back from the lifeline thread when the parent is gone, just before the process ends."""
+        self._parent_gone_callbacks.append(callback)
+
+    def outlive_parent_for_cleanup(self) -> None:
+        """Take back the kernel's parent-death signal, so that `on_parent_gone` gets to run.
+
+        Only for a process whose interpreter never holds its lock for long: the lifeline thread must get to run.
+        """
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        self.stop_requested.set()
+        for callback in self._stop_callbacks:
+            callback()
+
+    def _send(self, message: ChildMessage) -> None:
+        try:
+            self._lifeline.send(msgspec.msgpack.encode(message))
+        except OSError:  # the parent is gone; the lifeline thread is ending this process
+            log.debug("message to the parent is lost role=%s", self.role)
+
+    def serve_lifeline(self) -> None:
+        """Read until the parent is gone, then end the process. The body of the lifeline thread."""
+        while True:
+            try:
+                data = self._lifeline.recv(MAX_MESSAGE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            with self._lock:
+                if self._handler is None:
+                    self._early_messages.append(data)
+                else:
+                    self._handler(data)
+        for callback in self._parent_gone_callbacks:
+            callback()
+        os._exit(ExitCode.PARENT_GONE)
+
+
+def run_target(lifeline_fd: int, role: str, target: str) -> int:
+    """Take the arguments, import `target` by its name ("module:function") and run it."""
+    lifeline = socket.socket(fileno=lifeline_fd)
+    args = lifeline.recv(MAX_MESSAGE_BYTES)
+    if not args:
+        return ExitCode.PARENT_GONE
+    setproctitle.setproctitle(f"phalanx {role}")
+    context = ChildContext(lifeline, role, args)
+    threading.Thread(target=context.serve_lifeline, name="lifeline", daemon=True).start()
+    # The top of a process: whatever went wrong is told to the parent, once, and becomes an exit code.
+    try:
+        context.progress("import")
+        module, _, function = target.partition(":")
+        return int(getattr(importlib.import_module(module), function)(context))
+    except ConfigError as error:
+        context.failed(str(error), config_field=error.field)
+        return ExitCode.BAD_CONFIG
+    except Exception as error:
+        text = traceback_module.format_exc()
+        context.failed(f"{type(error).__name__}: {error}", text)
+        if context.is_ready:
+            sys.stderr.write(text)
+        return ExitCode.FAILED if context.is_ready else ExitCode.BOOT_FAILED

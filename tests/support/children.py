@@ -1,0 +1,62 @@
+"""Targets that the process tests run in children, and ways to look at processes from outside."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.shm.child_context import ChildContext
+from phalanx.shm.errors import ConfigError
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str = "the condition") -> None:
+    """Wait for a fact, with a deadline. The pause only spares the processor; no test depends on its length."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+    """True when the process has ended. A zombie counts as gone: a container without init keeps orphans as such."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def echo(context: ChildContext) -> int:
+    """Ready with its arguments; sends each message back as a note; leaves with 7 on a stop."""
+    context.on_message(context.note)
+    context.ready(context.args)
+    context.stop_requested.wait()
+    return 7
+
+
+def raise_before_ready(context: ChildContext) -> int:
+    context.progress("weights")
+    raise RuntimeError("no such tensor")
+
+
+def raise_config_error(context: ChildContext) -> int:
+    raise ConfigError("model.path", "is a joke")
+
+
+def exit_before_ready(context: ChildContext) -> int:
+    context.progress("device")
+    os._exit(9)
+
+
+def never_ready(context: ChildContext) -> int:
+    context.progress("profile")
+    signal.pause()
+    return 0
+
+
+def ignore_stop(context: ChildContext) -> int:
+    context.ready(b"")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context.note(b"deaf")
+    while True:
+        signal.pause()
