@@ -20,7 +20,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if self.data_parallel_size < 1:
-            raise ConfigError("cluster.data_parallel_size", f"must be at least 1, not {self.data_parallel_size}")
+            raise ConfigError(
+                "cluster.data_parallel_size", f"must be at least 1, not {self.data_parallel_size}"
+            )
         for name in ("start_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}", "must be positive")

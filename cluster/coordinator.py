@@ -1,0 +1,80 @@
+"""The coordinator process: collects every replica's load and publishes it to the front ends.
+
+Started by the supervisor. Engine cores push `EngineStats`, front ends subscribe to `LoadSnapshot`. It holds no
+state that the next reports would not bring again. A malformed report is counted and logged, never fatal.
+
+Besides, it is the janitor of the runtime folder: when the supervisor is killed, it removes the folder before it
+leaves. Nothing in here holds the interpreter's lock for long, so its lifeline thread always gets to run.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ..engine.messages import EngineStats
+from ..shm.child_context import ChildContext
+from ..shm.exit_codes import ExitCode
+from ..shm.sockets import bind_pub, bind_pull
+from .load_table import LoadTable
+from .runtime_dir import remove
+
+log = logging.getLogger(__name__)
+
+
+class CoordinatorArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where reports come in, where snapshots go out, and the folder to clean up after the supervisor's death."""
+
+    stats_address: str
+    snapshot_address: str
+    runtime_dir: str
+
+
+def main(context: ChildContext) -> int:
+    """Run until told to stop."""
+    args = msgspec.msgpack.decode(context.args, type=CoordinatorArgs)
+    context.on_parent_gone(lambda: remove(Path(args.runtime_dir)))
+    context.outlive_parent_for_cleanup()
+    with zmq.Context() as zmq_context:
+        reports = bind_pull(zmq_context, args.stats_address)
+        snapshots = bind_pub(zmq_context, args.snapshot_address)
+        # ZMQ retries a wait that a signal interrupts, so a stop has to arrive as a message.
+        bell_in, bell_out = zmq_context.socket(zmq.PAIR), zmq_context.socket(zmq.PAIR)
+        bell_in.bind("inproc://stop")
+        bell_out.connect("inproc://stop")
+        context.on_stop(lambda: bell_out.send(b"", zmq.NOBLOCK))
+        try:
+            context.ready(b"")
+            _serve(context, reports, snapshots, bell_in)
+        finally:
+            for socket in (reports, snapshots, bell_in, bell_out):
+                socket.close(linger=0)
+    return ExitCode.OK
+
+
+def _serve(
+    context: ChildContext,
+    reports: "zmq.Socket[bytes]",
+    snapshots: "zmq.Socket[bytes]",
+    bell: "zmq.Socket[bytes]",
+) -> None:
+    table = LoadTable()
+    decoder = msgspec.msgpack.Decoder(EngineStats)
+    encoder = msgspec.msgpack.Encoder()
+    poller = zmq.Poller()
+    poller.register(reports, zmq.POLLIN)
+    poller.register(bell, zmq.POLLIN)
+    num_malformed = 0
+    while not context.stop_requested.is_set():
+        wait_s = max(0.0, table.due_at() - time.monotonic())
+        if reports in dict(poller.poll(wait_s * 1000)):
+            try:
+                table.report(decoder.decode(reports.recv(zmq.NOBLOCK)))
+            except msgspec.DecodeError as error:
+                num_malformed += 1
+                log.warning("malformed report dropped total=%d error=%s", num_malformed, error)
+        snapshot = table.publish(time.monotonic())
+        if snapshot is not None:
+            snapshots.send(encoder.encode(snapshot))
