@@ -1,0 +1,8 @@
+"""`python -m phalanx.launch` is `cluster-launch`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

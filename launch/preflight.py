@@ -1,0 +1,90 @@
+"""What can be known to be wrong before the first process starts.
+
+Called by: cli.py in the supervisor, after the tree is built and the model's folder is known. Each failure is a
+ConfigError, one sentence that says what to change. Imports no torch: GPUs are counted by their device files.
+"""
+
+import logging
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ..shm.errors import ConfigError
+from ..workers.config import DeviceType, LoadFormat
+from ..workers.transformer_config import read_transformer_config
+from .config import LaunchConfig, ServerConfig
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+MAX_KEY_BYTES = 4096
+
+
+def resolve_device(config: LaunchConfig, num_gpus: int) -> LaunchConfig:
+    """Turn device "auto" into CUDA when the host has a GPU, else CPU; check that every rank has one.
+
+    Raises ConfigError when there are more ranks than GPUs.
+    """
+    parallel = config.parallel
+    if parallel.device is DeviceType.AUTO:
+        parallel = replace(parallel, device=DeviceType.CUDA if num_gpus else DeviceType.CPU)
+    num_ranks = parallel.tensor_parallel_size * config.cluster.data_parallel_size
+    sizes = f"tp {parallel.tensor_parallel_size} x dp {config.cluster.data_parallel_size} = {num_ranks} ranks"
+    if parallel.device is DeviceType.CUDA:
+        needed = 1 if parallel.share_device else num_ranks
+        if num_gpus < needed:
+            have = "no GPU" if num_gpus == 0 else f"only {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+            raise ConfigError("parallel.device", f"{sizes} on CUDA, but this host has {have}")
+    elif num_ranks > (cores := len(os.sched_getaffinity(0))):
+        log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", num_ranks, cores)
+    return replace(config, parallel=parallel)
+
+
+def check_model(config: LaunchConfig) -> None:
+    """Check the model's folder against the tree: files, heads for every rank, length.
+
+    Raises ConfigError.
+    """
+    folder = Path(config.model.path)
+    model = read_transformer_config(folder)
+    tp = config.parallel.tensor_parallel_size
+    if tp > model.num_attention_heads:
+        problem = f"{tp} is more than the model's {model.num_attention_heads} attention heads"
+        raise ConfigError("parallel.tensor_parallel_size", problem)
+    longest = config.model.max_model_len
+    if longest is not None and longest > model.max_position_embeddings:
+        problem = (
+            f"{longest} is more than the {model.max_position_embeddings} positions the model was trained for"
+        )
+        raise ConfigError("model.max_model_len", problem)
+    if config.model.load_format is LoadFormat.AUTO and not any(folder.glob("*.safetensors")):
+        raise ConfigError("model", f"{folder} holds no weights (*.safetensors)")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError("model", f"{folder} holds no tokenizer ({TOKENIZER_FILES[0]})")
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Count the NVIDIA GPUs that a worker would see: device files, or fewer by CUDA_VISIBLE_DEVICES."""
+    present = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+def read_api_key(config: ServerConfig) -> str | None:
+    """Read the key that clients must send; None when none is asked for.
+
+    Raises ConfigError (server.api_key_file) when the file cannot be read or its first line is empty.
+    """
+    if config.api_key_file is None:
+        return None
+    try:
+        with Path(config.api_key_file).expanduser().open(encoding="utf-8") as file:
+            key = file.readline(MAX_KEY_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("server.api_key_file", f"cannot read {config.api_key_file}: {error}") from None
+    if not key:
+        raise ConfigError("server.api_key_file", f"the first line of {config.api_key_file} is empty")
+    return key
