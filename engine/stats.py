@@ -1,0 +1,29 @@
+"""What the scheduler says of itself: a frozen record, taken between two steps.
+
+Called by: Scheduler builds it; EngineCore adds who and when, and sends it as `EngineStats`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Load now, and counters since the start.
+
+    num_prefill_tokens: tokens of waiting and running requests that are still to be prefilled
+    kv_usage:           part of the blocks that running requests hold. [0, 1]
+    num_*_total, num_preemptions, num_steps, prefix_*: counters
+    """
+
+    num_waiting: int
+    num_running: int
+    num_prefill_tokens: int
+    kv_usage: float
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_prefill_tokens_total: int
+    num_output_tokens_total: int

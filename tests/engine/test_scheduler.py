@@ -1,0 +1,283 @@
+"""The scheduler against a deterministic model: every output equals the request running alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.engine.messages import FinishReason
+from support.engine import FakeModelRunner, collect_tokens, make_request, make_scheduler, run_to_end, simulate
+
+
+def test_requests_run_in_order_of_arrival_within_the_sequence_budget():
+    scheduler, _ = make_scheduler(max_num_seqs=2)
+    for i in range(3):
+        assert scheduler.add_request(make_request(f"r{i}")) is None
+
+    scheduled = scheduler.schedule()
+
+    assert scheduled is not None
+    assert [new.request_id for new in scheduled.new_requests] == ["r0", "r1"]
+    assert scheduler.stats().num_waiting == 1
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_only_at_its_end():
+    scheduler, _ = make_scheduler(max_num_seqs=8, max_num_batched_tokens=8)
+    scheduler.add_request(make_request(num_prompt_tokens=20, max_tokens=2))
+    runner = FakeModelRunner()
+    counts, sampled = [], []
+
+    while (scheduled := scheduler.schedule()) is not None:
+        counts.append(scheduled.total_num_scheduled_tokens)
+        output = runner.execute(scheduled)
+        sampled.append(len(output.request_ids))
+        scheduler.update_from_output(scheduled, output)
+
+    assert counts == [8, 8, 4, 1]
+    assert sampled == [0, 0, 1, 1]
+
+
+def test_the_victim_of_a_preemption_is_the_last_admitted_and_waits_at_the_front():
+    scheduler, _ = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=3)
+    for request_id in ("a", "b", "c"):
+        scheduler.add_request(make_request(request_id, num_prompt_tokens=4, max_tokens=9))
+    runner = FakeModelRunner()
+
+    first = scheduler.schedule()
+    assert first is not None
+    assert [new.request_id for new in first.new_requests] == ["a", "b", "c"]
+    scheduler.update_from_output(first, runner.execute(first))
+    second = scheduler.schedule()
+
+    assert second is not None
+    assert second.removed_request_ids == ["c"]
+    assert [running.request_id for running in second.running_requests] == ["a", "b"]
+    assert second.new_requests == []
+    assert scheduler.stats().num_preemptions == 1
+    scheduler.check_invariants()
+
+
+def test_an_aborted_row_is_removed_from_the_workers_with_the_next_step_only():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("a"))
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+
+    scheduler.abort_requests(["a", "unknown"])
+
+    assert scheduler.schedule() is None
+    scheduler.add_request(make_request("b"))
+    following = scheduler.schedule()
+    assert following is not None
+    assert following.removed_request_ids == ["a"]
+
+
+def test_a_result_for_an_aborted_request_is_ignored():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("a"))
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    result = FakeModelRunner().execute(scheduled)
+
+    scheduler.abort_requests(["a"])
+
+    assert scheduler.update_from_output(scheduled, result) == []
+    assert scheduler.stats().num_free_blocks == 63
+
+
+def test_a_request_that_does_not_fit_an_empty_cache_is_refused():
+    scheduler, _ = make_scheduler(num_blocks=5, block_size=4)
+
+    output = scheduler.add_request(make_request(num_prompt_tokens=16))
+
+    assert output is not None
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error is not None
+    assert "16 tokens" in output.error
+    assert output.retry_after_s is None
+
+
+def test_a_full_queue_says_when_to_come_back():
+    scheduler, _ = make_scheduler(max_num_waiting=1)
+    scheduler.add_request(make_request("a"))
+
+    output = scheduler.add_request(make_request("b"))
+
+    assert output is not None
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.retry_after_s is not None
+    assert scheduler.num_unfinished_requests == 1
+
+
+def test_a_full_hit_of_an_aligned_prompt_still_computes_one_block():
+    scheduler, _ = make_scheduler(block_size=4)
+    prompt = list(range(8))
+    runner = FakeModelRunner()
+    scheduler.add_request(make_request("a", prompt_token_ids=prompt, max_tokens=1))
+    run_to_end(scheduler, runner)
+
+    scheduler.add_request(make_request("b", prompt_token_ids=prompt, max_tokens=1))
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    outputs = scheduler.update_from_output(scheduled, runner.execute(scheduled))
+
+    assert scheduled.num_scheduled_tokens == {"b": 4}
+    assert outputs[0].num_cached_tokens == 4
+
+
+def test_a_later_request_of_one_step_shares_the_blocks_of_an_earlier_one():
+    scheduler, kv = make_scheduler(block_size=4)
+    prompt = list(range(9))
+    for request_id in ("a", "b"):
+        scheduler.add_request(make_request(request_id, prompt_token_ids=prompt, max_tokens=3))
+
+    scheduled = scheduler.schedule()
+
+    assert scheduled is not None
+    assert scheduled.num_scheduled_tokens == {"a": 9, "b": 1}
+    assert kv.get_block_ids("a")[:2] == kv.get_block_ids("b")[:2]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "max_tokens", "expected"),
+    [(0, 5, (1, FinishReason.STOP)), (3, 5, (5, FinishReason.LENGTH)), (0, 1, (1, FinishReason.STOP))],
+)
+def test_end_tokens_win_over_length_and_min_tokens_holds_them_back(min_tokens, max_tokens, expected):
+    request = make_request(max_tokens=max_tokens, min_tokens=min_tokens)
+    first = simulate(request)[0]
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request(max_tokens=max_tokens, min_tokens=min_tokens, eos_token_ids=(first,)))
+
+    outputs = run_to_end(scheduler, FakeModelRunner())
+
+    assert (len(outputs), outputs[-1].finish_reason) == expected
+    assert outputs[-1].stop_reason is None
+
+
+def test_a_stop_token_of_the_client_is_named():
+    token_ids = simulate(make_request(max_tokens=4))
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request(max_tokens=4, stop_token_ids=(token_ids[1],)))
+
+    outputs = run_to_end(scheduler, FakeModelRunner())
+
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert outputs[-1].stop_reason == token_ids[1]
+
+
+def test_a_second_attempt_goes_on_where_the_first_one_ended():
+    whole = simulate(make_request(max_tokens=10))
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request(max_tokens=10, attempt=1, output_token_ids=whole[:4]))
+
+    outputs = run_to_end(scheduler, FakeModelRunner())
+
+    assert collect_tokens(outputs)["r0"] == whole[4:]
+    assert {output.attempt for output in outputs} == {1}
+
+
+def test_a_second_attempt_with_nothing_left_to_do_ends_at_once():
+    whole = simulate(make_request(max_tokens=4))
+    scheduler, _ = make_scheduler()
+
+    output = scheduler.add_request(make_request(max_tokens=4, attempt=1, output_token_ids=whole))
+
+    assert output is not None
+    assert output.finish_reason is FinishReason.LENGTH
+    assert not scheduler.num_unfinished_requests
+
+
+def test_the_longest_request_ends_where_the_cache_ends():
+    scheduler, kv = make_scheduler(num_blocks=4, block_size=4, max_model_len=1000)
+    scheduler.add_request(make_request(num_prompt_tokens=5, max_tokens=None))
+
+    outputs = run_to_end(scheduler, FakeModelRunner())
+
+    assert scheduler.max_model_len == 12
+    assert len(outputs) == 7
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert kv.usage == 0.0
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 20),  # prompt length
+        st.integers(0, 3),  # which of four common prefixes
+        st.integers(1, 14),  # max_tokens
+        st.integers(0, 12),  # arrives before step
+        st.one_of(st.none(), st.integers(0, 30)),  # aborted before step
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(10, 30),
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    max_num_seqs=st.integers(1, 6),
+    chunk=st.integers(6, 40),
+    enable_prefix_caching=st.booleans(),
+)
+def test_any_stream_of_requests_gives_what_each_gives_alone(
+    requests, num_blocks, block_size, max_num_seqs, chunk, enable_prefix_caching
+):
+    scheduler, kv = make_scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+    )
+    runner = FakeModelRunner(block_size=block_size, vocab_size=5)
+    expected, arrivals, aborts = {}, {}, {}
+    refused = set()
+    for index, (length, prefix, max_tokens, arrives, aborted) in enumerate(requests):
+        request = make_request(
+            f"r{index}",
+            prompt_token_ids=[prefix] * (length // 2) + [index % 5] * (length - length // 2),
+            max_tokens=max_tokens,
+            eos_token_ids=(4,),
+        )
+        expected[request.request_id] = simulate(request, max_model_len=scheduler.max_model_len, vocab_size=5)
+        arrivals.setdefault(arrives, []).append(request)
+        if aborted is not None:
+            aborts.setdefault(aborted, []).append(request.request_id)
+    tokens, finished, aborted_ids = {}, set(), set()
+    for step in range(2000):
+        for request in arrivals.pop(step, []):
+            if scheduler.add_request(request) is not None:
+                refused.add(request.request_id)
+        for request_id in aborts.pop(step, []):
+            if request_id not in finished and scheduler.get_request(request_id) is not None:
+                aborted_ids.add(request_id)
+            scheduler.abort_requests([request_id])
+        scheduled = scheduler.schedule()
+        scheduler.check_invariants()
+        if scheduled is None:
+            if not arrivals:
+                break
+            continue
+        assert scheduled.total_num_scheduled_tokens <= chunk
+        assert len(scheduled.num_scheduled_tokens) <= max_num_seqs
+        for output in scheduler.update_from_output(scheduled, runner.execute(scheduled)):
+            assert output.request_id not in finished
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                finished.add(output.request_id)
+        scheduler.check_invariants()
+
+    for request_id, expected_tokens in expected.items():
+        if request_id in refused:
+            continue
+        got = tokens.get(request_id, [])
+        if request_id in aborted_ids:
+            assert got == expected_tokens[: len(got)]
+        else:
+            assert got == expected_tokens
+            assert request_id in finished
+    assert not scheduler.num_unfinished_requests
+    assert kv.num_free_blocks == num_blocks - 1
+    assert kv.usage == 0.0
+    assert kv.reset_prefix_cache()

@@ -1,0 +1,196 @@
+"""Builders for the engine's tests, and a model so simple that its output can be computed by hand."""
+
+from collections.abc import Callable, Mapping
+
+from phalanx.engine.config import EngineConfig, SchedulerConfig
+from phalanx.engine.kv_cache_manager import KVCacheManager
+from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest
+from phalanx.engine.scheduler import Scheduler
+from phalanx.workers.config import CacheConfig, ModelConfig
+from phalanx.workers.messages import (
+    ExecutorReport,
+    ModelRunnerOutput,
+    PhaseTime,
+    RankReport,
+    SchedulerOutput,
+)
+from phalanx.workers.sampling_params import SamplingParams
+
+VOCAB_SIZE = 97
+
+
+def next_token(token_ids: list[int], vocab_size: int = VOCAB_SIZE) -> int:
+    """The fake model: the next token is a function of all tokens before it."""
+    value = 17
+    for token_id in token_ids:
+        value = (value * 31 + token_id + 7) % 1_000_003
+    return value % vocab_size
+
+
+def make_request(
+    request_id: str = "r0",
+    *,
+    prompt_token_ids: list[int] | None = None,
+    num_prompt_tokens: int = 5,
+    client_index: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+    attempt: int = 0,
+    output_token_ids: list[int] | None = None,
+    **params: object,
+) -> EngineCoreRequest:
+    if prompt_token_ids is None:
+        prompt_token_ids = [(i * 13 + len(request_id)) % VOCAB_SIZE for i in range(num_prompt_tokens)]
+    return EngineCoreRequest(
+        request_id=request_id,
+        client_index=client_index,
+        prompt_token_ids=prompt_token_ids,
+        sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
+        eos_token_ids=eos_token_ids,
+        seed=1,
+        arrived_at=0.0,
+        attempt=attempt,
+        output_token_ids=output_token_ids or [],
+    )
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    max_model_len: int = 1024,
+    **config: int,
+) -> tuple[Scheduler, KVCacheManager]:
+    kv_cache_manager = KVCacheManager(
+        num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+    )
+    section = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
+    return Scheduler(section, kv_cache_manager, max_model_len=max_model_len), kv_cache_manager
+
+
+def make_report(*, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 1024) -> ExecutorReport:
+    rank = RankReport(
+        tp_rank=0,
+        pid=1,
+        device="cpu",
+        device_name="fake",
+        dtype="float32",
+        attention_backend="fake",
+        weight_bytes=0,
+        kv_bytes_per_block=1,
+        num_kv_blocks=num_blocks,
+        num_threads=1,
+        phases=[PhaseTime("weights", 0.0)],
+    )
+    return ExecutorReport(
+        num_kv_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        ranks=[rank],
+    )
+
+
+def make_engine_config(**scheduler: int) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
+    )
+
+
+class FakeModelRunner:
+    """Rows as the workers keep them, with every check that a real worker would trip over.
+
+    It keeps a KV "cache" of token ids by (block, offset), so that a prefix hit on a block with other contents,
+    or a block reused too early, becomes another token.
+    """
+
+    def __init__(self, *, block_size: int = 4, vocab_size: int = VOCAB_SIZE) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.rows: dict[str, tuple[list[int], list[int]]] = {}
+        self.num_computed: dict[str, int] = {}
+        self.cells: dict[tuple[int, int], int] = {}
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in scheduled.removed_request_ids:
+            del self.rows[request_id]
+            del self.num_computed[request_id]
+        for new in scheduled.new_requests:
+            assert new.request_id not in self.rows
+            self.rows[new.request_id] = (list(new.token_ids), list(new.block_ids))
+            self.num_computed[new.request_id] = new.num_computed_tokens
+        for running in scheduled.running_requests:
+            assert self.num_computed[running.request_id] == running.num_computed_tokens
+            self.rows[running.request_id][1].extend(running.new_block_ids)
+        changed = [new.request_id for new in scheduled.new_requests]
+        changed += [running.request_id for running in scheduled.running_requests]
+        assert sorted(changed) == sorted(scheduled.num_scheduled_tokens)
+
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            assert count > 0
+            token_ids, block_ids = self.rows[request_id]
+            first = self.num_computed[request_id]
+            assert first + count <= len(token_ids)
+            for position in range(first, first + count):
+                self.cells[self._cell(block_ids, position)] = token_ids[position]
+        request_ids, sampled = [], []
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            token_ids, block_ids = self.rows[request_id]
+            self.num_computed[request_id] += count
+            if self.num_computed[request_id] == len(token_ids):
+                seen = [self.cells[self._cell(block_ids, position)] for position in range(len(token_ids))]
+                token_id = next_token(seen, self.vocab_size)
+                token_ids.append(token_id)
+                request_ids.append(request_id)
+                sampled.append(token_id)
+        return ModelRunnerOutput(step=scheduled.step, request_ids=request_ids, sampled_token_ids=sampled)
+
+    def _cell(self, block_ids: list[int], position: int) -> tuple[int, int]:
+        block_id = block_ids[position // self.block_size]
+        assert block_id != 0
+        return block_id, position % self.block_size
+
+
+def simulate(
+    request: EngineCoreRequest, *, max_model_len: int = 1024, vocab_size: int = VOCAB_SIZE
+) -> list[int]:
+    """Output tokens of one request that runs alone, by the plainest code there is."""
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    params = request.sampling_params
+    while True:
+        token_id = next_token(tokens, vocab_size)
+        tokens.append(token_id)
+        num_output = len(tokens) - len(request.prompt_token_ids)
+        is_stop = token_id in request.eos_token_ids or token_id in params.stop_token_ids
+        if is_stop and num_output >= params.min_tokens:
+            break
+        if num_output == params.max_tokens or len(tokens) >= max_model_len:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+def run_to_end(
+    scheduler: Scheduler,
+    runner: FakeModelRunner,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+    max_steps: int = 10_000,
+) -> list[EngineCoreOutput]:
+    outputs: list[EngineCoreOutput] = []
+    for _ in range(max_steps):
+        scheduled = scheduler.schedule()
+        if scheduled is None:
+            return outputs
+        outputs += scheduler.update_from_output(scheduled, runner.execute(scheduled))
+        scheduler.check_invariants()
+        after_step()
+    raise AssertionError("the scheduler did not come to an end")
+
+
+def collect_tokens(outputs: list[EngineCoreOutput]) -> Mapping[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
