@@ -1,0 +1,161 @@
+"""ForwardContext: what the attention layers must know of one step. Built once per step, passed as an argument.
+
+Called by: the model runner builds it; layers/attention.py and kernels/ read it. Runs in a worker process.
+
+A step holds rows (requests), each with `query_len` new tokens at the end of `kv_len` tokens in all. Rows of alike
+lengths form a group, and one call computes the group, so no loop over requests is left in decode:
+
+    kind     rows                                   query            mask
+    decode   one new token, KV lengths within 2x    folded           which keys are real, only if lengths differ
+    short    2 to 31 new tokens, same bucket        folded           causal
+    long     one row of 32 tokens or more           group in batch   causal; none needed from position 0
+
+Keys are gathered by slot, not by block: a place that holds no token of the row reads slot 0, in the null block,
+which is always zero. Stale values, a NaN among them, thus never reach a sum: 0 * NaN would be NaN.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+LONG_QUERY = 32
+"""From here on a row is computed alone: its matrix products are large enough, and nothing is padded."""
+MAX_GATHERED_SLOTS = 1 << 17
+"""Slots of one group at most. Bounds the copy of keys and values that a group's gather makes."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """Rows of alike lengths, with R rows, Q new tokens and K keys each after padding.
+
+    query_index:  [R * Q] int64, the tokens of the step to read; a padded place repeats the row's last token
+    output_index: [num_real] int64, places of [R * Q] that are real; None when all are
+    slots:        [R * K] int64, where the keys are; 0 in a padded place
+    slot_range:   first slot when R is 1 and the K slots lie side by side: then nothing is gathered
+    mask:         [R, 1, Q, K] in the model's dtype, 0 or -inf, None when every query sees every key
+    is_causal:    True: one row from position 0, so plain causal attention needs no mask
+    """
+
+    num_rows: int
+    query_len: int
+    kv_len: int
+    query_index: torch.Tensor
+    output_index: torch.Tensor | None
+    slots: torch.Tensor
+    slot_range: int | None
+    mask: torch.Tensor | None
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardContext:
+    """One step.
+
+    slot_mapping: [num_tokens] int64, the flat cache position of each new token
+    groups:       cover every token of the step exactly once
+    """
+
+    slot_mapping: torch.Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of a step on the host, in the order of its tokens. Everything int64.
+
+    query_lens:   [num_rows] new tokens of each row, positive
+    kv_lens:      [num_rows] tokens of each row after this step
+    block_tables: [num_rows, max_blocks]; entries beyond a row's blocks are not read
+    """
+
+    query_lens: Ints
+    kv_lens: Ints
+    block_tables: Ints
+    block_size: int
+
+
+def build_forward_context(rows: StepRows, *, dtype: torch.dtype, device: torch.device) -> ForwardContext:
+    """Group the rows of a step and build index tensors and masks."""
+    starts = np.cumsum(rows.query_lens) - rows.query_lens
+    total = int(rows.query_lens.sum())
+    row_of_token = np.repeat(np.arange(len(rows.query_lens)), rows.query_lens)
+    positions = (rows.kv_lens - rows.query_lens - starts)[row_of_token] + np.arange(total)
+    slot_mapping = _slots_of(rows, row_of_token, positions)
+    groups = [
+        _build_group(rows, members, starts[members], dtype=dtype, device=device)
+        for members in _partition_rows(rows)
+    ]
+    return ForwardContext(slot_mapping=torch.from_numpy(slot_mapping).to(device), groups=tuple(groups))
+
+
+def _partition_rows(rows: StepRows) -> list[Ints]:
+    """Put rows of the same query bucket and KV bucket (powers of two) together."""
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    alone: list[Ints] = []
+    for row, (query_len, kv_len) in enumerate(
+        zip(rows.query_lens.tolist(), rows.kv_lens.tolist(), strict=True)
+    ):
+        if query_len >= LONG_QUERY:
+            alone.append(np.array([row]))
+        else:
+            num_blocks = -(-kv_len // rows.block_size)
+            buckets[(query_len - 1).bit_length(), (num_blocks - 1).bit_length()].append(row)
+    groups = alone
+    for members in buckets.values():
+        index = np.array(members)
+        rows_at_once = max(1, MAX_GATHERED_SLOTS // int(rows.kv_lens[index].max()))
+        groups.extend(index[first : first + rows_at_once] for first in range(0, len(index), rows_at_once))
+    return groups
+
+
+def _build_group(
+    rows: StepRows, members: Ints, starts: Ints, *, dtype: torch.dtype, device: torch.device
+) -> AttentionGroup:
+    query_lens, kv_lens = rows.query_lens[members], rows.kv_lens[members]
+    num_rows, query_len, kv_len = len(members), int(query_lens.max()), int(kv_lens.max())
+
+    # [R, Q]: a padded place repeats the row's last token, so that its softmax has something to see.
+    query_offsets = np.minimum(np.arange(query_len), query_lens[:, None] - 1)
+    is_real_query = np.arange(query_len) < query_lens[:, None]
+    # [R, K]
+    key_positions = np.arange(kv_len)
+    is_real_key = key_positions < kv_lens[:, None]
+    slots = _slots_of(rows, members[:, None], np.where(is_real_key, key_positions, 0))
+    slots = np.where(is_real_key, slots, 0)
+
+    is_causal = num_rows == 1 and query_len > 1 and query_len == kv_len
+    mask: torch.Tensor | None = None
+    if not is_causal and (query_len > 1 or not is_real_key.all()):
+        # [R, Q, K]: a query at position p sees keys 0 to p. That leaves out padded keys as well.
+        last_seen = torch.from_numpy((kv_lens - query_lens)[:, None] + query_offsets).to(device)
+        hidden = torch.arange(kv_len, device=device) > last_seen[:, :, None]
+        mask = (
+            torch.zeros(hidden.shape, dtype=dtype, device=device)
+            .masked_fill_(hidden, -torch.inf)
+            .unsqueeze(1)
+        )
+    is_range = num_rows == 1 and bool((np.diff(slots[0]) == 1).all())
+    return AttentionGroup(
+        num_rows=num_rows,
+        query_len=query_len,
+        kv_len=kv_len,
+        query_index=torch.from_numpy((starts[:, None] + query_offsets).reshape(-1)).to(device),
+        output_index=None
+        if is_real_query.all()
+        else torch.from_numpy(np.flatnonzero(is_real_query)).to(device),
+        slots=torch.from_numpy(slots.reshape(-1)).to(device),
+        slot_range=int(slots[0, 0]) if is_range else None,
+        mask=mask,
+        is_causal=is_causal,
+    )
+
+
+def _slots_of(rows: StepRows, row_index: Ints, positions: Ints) -> Ints:
+    """Flat cache positions of tokens, given their rows and their positions in them."""
+    blocks = rows.block_tables[row_index, positions // rows.block_size]
+    return blocks * rows.block_size + positions % rows.block_size

@@ -1,0 +1,42 @@
+"""The attention of one layer: store the new keys and values, then attend over the cache.
+
+Called by: the models, once per layer and step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..forward_context import ForwardContext
+from ..kernels.kv_cache import write_kv
+from ..kernels.paged_attention import paged_attention
+
+ATTENTION_BACKEND = "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKVCache:
+    """The cache of one layer. k, v: [num_blocks, block_size, num_kv_heads, head_size]; block 0 stays zero."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class PagedAttention(nn.Module):
+    """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q."""
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.scale = head_size**-0.5
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: LayerKVCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        write_kv(k, v, kv_cache.k, kv_cache.v, context.slot_mapping)
+        return paged_attention(q, kv_cache.k, kv_cache.v, context, scale=self.scale)

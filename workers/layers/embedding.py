@@ -1,0 +1,86 @@
+"""Embedding and output head, split over the ranks by vocabulary rows.
+
+Called by: the models. Both may share one parameter (tied embeddings): they have the same rows on the same rank.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..partition import Partition
+from ..tp_group import TensorParallelGroup
+from .shard import TensorShard, split_tensor
+
+
+class VocabParallelEmbedding(nn.Module):
+    """token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; the owner of a row adds it, others zero."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        partition: Partition,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.span = partition.own.vocab_rows
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(self.span.size, hidden_size, dtype=dtype), requires_grad=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        if self.span.size == 0:
+            hidden = self.weight.new_zeros((token_ids.shape[0], self.weight.shape[1]))
+        else:
+            local = token_ids - self.span.start
+            is_foreign = (local < 0) | (local >= self.span.size)
+            hidden = F.embedding(local.masked_fill(is_foreign, 0), self.weight)
+            hidden = hidden.masked_fill(is_foreign.unsqueeze(-1), 0)
+        return self.group.all_reduce(hidden)
+
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        yield split_tensor(f"{name}.weight", self.weight, dim=0, span=self.span, full_size=self.vocab_size)
+
+
+class ParallelHead(nn.Module):
+    """hidden states [rows, hidden_size] -> logits [rows, vocab_size] on every rank, the same bits on each.
+
+    tied_to: the embedding whose parameter the head uses; None: a parameter of its own.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        partition: Partition,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        *,
+        tied_to: VocabParallelEmbedding | None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.span = partition.own.vocab_rows
+        self.sizes = partition.vocab_sizes
+        self.group = group
+        self.is_tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to.weight
+        else:
+            self.weight = nn.Parameter(
+                torch.empty(self.span.size, hidden_size, dtype=dtype), requires_grad=False
+            )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.group.all_gather_last_dim(F.linear(hidden, self.weight), self.sizes)
+
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        if not self.is_tied:
+            yield split_tensor(
+                f"{name}.weight", self.weight, dim=0, span=self.span, full_size=self.vocab_size
+            )

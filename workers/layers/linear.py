@@ -1,0 +1,155 @@
+"""Linear layers split over the ranks of a replica.
+
+Called by: the models. A column-parallel layer holds some outputs, its bias with them, and needs no exchange; a
+row-parallel layer holds some inputs and sums its outputs over the ranks. Weights are [outputs, inputs], as in the
+checkpoint. Several projections of the same input (gate and up; q, k and v) are one matrix here, and several
+tensors in the checkpoint: `shards` says which rows belong to which.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..partition import RankShare, Span
+from ..tp_group import TensorParallelGroup
+from .shard import TensorShard, split_tensor, whole_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One projection inside a column-parallel layer: its outputs in the checkpoint, and ours among them."""
+
+    name: str
+    full_size: int
+    span: Span
+
+
+class ColumnParallelLinear(nn.Module):
+    """One or more projections of the same input; this rank computes its part of each.
+
+    [num_tokens, input_size] -> [num_tokens, sum of the columns' sizes], columns in the order given
+    """
+
+    def __init__(self, input_size: int, columns: Sequence[Column], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.columns = tuple(columns)
+        size = sum(column.span.size for column in columns)
+        self.weight = nn.Parameter(torch.empty(size, input_size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def shards(self, prefix: str) -> Iterator[TensorShard]:
+        """prefix: of the checkpoint's names, to which each column adds its own."""
+        start = 0
+        for column in self.columns:
+            for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
+                if parameter is not None:
+                    target = parameter.narrow(0, start, column.span.size)
+                    yield split_tensor(
+                        f"{prefix}.{column.name}.{kind}",
+                        target,
+                        dim=0,
+                        span=column.span,
+                        full_size=column.full_size,
+                    )
+            start += column.span.size
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Gate and up projection of an MLP. Output: [num_tokens, gate columns then up columns]."""
+
+    def __init__(
+        self, input_size: int, intermediate_size: int, share: RankShare, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        columns = [
+            Column(name=name, full_size=intermediate_size, span=share.mlp_columns)
+            for name in ("gate_proj", "up_proj")
+        ]
+        super().__init__(input_size, columns, bias=bias, dtype=dtype)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projection of an attention layer.
+
+    Output: [num_tokens, (query heads, KV heads, KV heads) * head_size]
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        share: RankShare,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        queries, kv = _in_elements(share.query_heads, head_size), _in_elements(share.kv_heads, head_size)
+        columns = [
+            Column(name="q_proj", full_size=num_heads * head_size, span=queries),
+            Column(name="k_proj", full_size=num_kv_heads * head_size, span=kv),
+            Column(name="v_proj", full_size=num_kv_heads * head_size, span=kv),
+        ]
+        super().__init__(input_size, columns, bias=bias, dtype=dtype)
+
+
+class RowParallelLinear(nn.Module):
+    """A projection whose inputs are spread over the ranks; every rank gets the whole output.
+
+    [num_tokens, span.size] -> [num_tokens, output_size]. A rank with an empty span adds zeros, and takes part.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        span: Span,
+        group: TensorParallelGroup,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.span = span
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(output_size, span.size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # One rank adds the bias, or the sum would hold it once for each.
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(F.linear(x, self.weight, bias))
+
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        yield split_tensor(f"{name}.weight", self.weight, dim=1, span=self.span, full_size=self.input_size)
+        if self.bias is not None:
+            yield whole_tensor(f"{name}.bias", self.bias)
+
+
+class AttentionOutputLinear(RowParallelLinear):
+    """The output projection of an attention layer: its inputs are this rank's query heads."""
+
+    def __init__(
+        self,
+        head_size: int,
+        num_heads: int,
+        output_size: int,
+        share: RankShare,
+        group: TensorParallelGroup,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        span = _in_elements(share.query_heads, head_size)
+        super().__init__(num_heads * head_size, output_size, span, group, bias=bias, dtype=dtype)
+
+
+def _in_elements(heads: Span, head_size: int) -> Span:
+    return Span(start=heads.start * head_size, size=heads.size * head_size)

@@ -1,0 +1,75 @@
+"""Rotary position embedding, plain and with the scalings of the Llama family.
+
+Called by: the models: once per step for the angles, once per layer to rotate. Angles and rotation are float32.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError
+
+
+class RotaryEmbedding:
+    """Cosines and sines of all positions. Not a module: its table is derived, and no checkpoint holds it.
+
+    rope_scaling: the checkpoint's own dict, with "rope_type"; None: plain.
+    """
+
+    def __init__(
+        self, *, head_size: int, theta: float, rope_scaling: dict[str, Any] | None, max_positions: int
+    ) -> None:
+        exponents = torch.arange(0, head_size, 2, dtype=torch.int64, device="cpu").float() / head_size
+        inverse_frequencies = 1.0 / (theta**exponents)
+        self._inverse_frequencies = _scale(inverse_frequencies, rope_scaling)
+        self._max_positions = max_positions
+        self._table: torch.Tensor | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Compute the table on `device`: [max_positions, 2, head_size / 2] float32."""
+        positions = torch.arange(self._max_positions, device="cpu").float()
+        angles = torch.outer(positions, self._inverse_frequencies)
+        self._table = torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [num_tokens] -> cosines and sines, each [num_tokens, 1, head_size / 2]."""
+        assert self._table is not None, "place() was not called"
+        cos, sin = self._table.index_select(0, positions).split(1, dim=1)
+        return cos, sin
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_size / 2) by its angle.
+
+    x: [num_tokens, num_heads, head_size]; returns the same shape and dtype
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _scale(frequencies: torch.Tensor, rope_scaling: dict[str, Any] | None) -> torch.Tensor:
+    match (rope_scaling or {}).get("rope_type", "default"):
+        case "default":
+            return frequencies
+        case "linear":
+            assert rope_scaling is not None
+            return frequencies / rope_scaling["factor"]
+        case "llama3":
+            assert rope_scaling is not None
+            return _scale_llama3(frequencies, rope_scaling)
+        case other:
+            raise UnsupportedModelError(f"rope type {other!r} is not one of: default, linear, llama3")
+
+
+def _scale_llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Slow angles are divided by the factor, fast ones stay, and those between are blended."""
+    factor = scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    trained_len = scaling["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    scaled = torch.where(wavelengths > trained_len / low, frequencies / factor, frequencies)
+    blend = (trained_len / wavelengths - low) / (high - low)
+    blended = (1 - blend) * scaled / factor + blend * scaled
+    is_between = ~(wavelengths < trained_len / high) & ~(wavelengths > trained_len / low)
+    return torch.where(is_between, blended, scaled)
