@@ -1,0 +1,53 @@
+"""The folder of sockets."""
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from phalanx.cluster.runtime_dir import RuntimeDir
+
+
+def test_the_folder_is_private_and_gone_after_close(tmp_path: Path) -> None:
+    runtime_dir = RuntimeDir.create(tmp_path)
+
+    assert stat.S_IMODE(runtime_dir.path.stat().st_mode) == 0o700
+    assert runtime_dir.address("a") == f"ipc://{runtime_dir.path}/a"
+    runtime_dir.close()
+    runtime_dir.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_stays(tmp_path: Path) -> None:
+    first, second = RuntimeDir.create(tmp_path), RuntimeDir.create(tmp_path)
+
+    assert first.path.is_dir()
+    first.close()
+    assert second.path.is_dir()
+    second.close()
+
+
+def test_the_next_cluster_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    script = f"""
+        import os, pathlib, signal
+        from phalanx.cluster.runtime_dir import RuntimeDir
+        runtime_dir = RuntimeDir.create(pathlib.Path({str(tmp_path)!r}))
+        (runtime_dir.path / "socket").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=False)
+    (abandoned,) = tmp_path.iterdir()
+
+    runtime_dir = RuntimeDir.create(tmp_path)
+    assert not abandoned.exists()
+    runtime_dir.close()
+
+
+def test_a_stranger_s_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "phalanx-other").mkdir()
+
+    RuntimeDir.create(tmp_path).close()
+    assert (tmp_path / "phalanx-other").is_dir()
