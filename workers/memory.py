@@ -1,0 +1,96 @@
+"""How many KV blocks one rank can hold, and the cache itself.
+
+Called by: Worker, at the start. The executor takes the minimum over the ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import CacheConfig
+from .errors import DeviceMemoryError
+from .layers.attention import LayerKVCache
+from .transformer_config import TransformerConfig
+
+MIN_BLOCKS = 2
+"""The null block, and one to use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheShape:
+    """The cache of one rank, but for the number of blocks."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block in all layers."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return per_token * self.block_size
+
+
+def kv_cache_shape(
+    config: TransformerConfig, cache: CacheConfig, *, num_kv_heads: int, dtype: torch.dtype
+) -> KVCacheShape:
+    """num_kv_heads: those of this rank."""
+    return KVCacheShape(
+        num_layers=config.num_hidden_layers,
+        block_size=cache.block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def make_kv_caches(shape: KVCacheShape, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
+    """Allocate the cache of all layers, zeroed. Raises DeviceMemoryError."""
+    size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
+    try:
+        return [
+            LayerKVCache(
+                k=torch.zeros(size, dtype=shape.dtype, device=device),
+                v=torch.zeros(size, dtype=shape.dtype, device=device),
+            )
+            for _ in range(shape.num_layers)
+        ]
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DeviceMemoryError(
+            f"{num_blocks} KV blocks of {shape.bytes_per_block} bytes do not fit on {device}; "
+            "lower cache.num_blocks or cache.memory_utilization"
+        ) from error
+
+
+def count_kv_blocks(
+    cache: CacheConfig, shape: KVCacheShape, *, room_bytes: int, max_num_seqs: int, max_model_len: int
+) -> int:
+    """Blocks of this rank, the null block included.
+
+    room_bytes: what is left for the cache. Ignored when cache.num_blocks is set.
+    Raises DeviceMemoryError when the room is too small for any request, and says what to change.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    num_blocks = room_bytes // shape.bytes_per_block
+    if num_blocks < MIN_BLOCKS:
+        raise DeviceMemoryError(
+            f"{max(0, room_bytes)} bytes are left for the KV cache, and one block takes {shape.bytes_per_block}; raise "
+            "cache.memory_utilization (on CPU cache.cpu_kv_bytes) or parallel.tensor_parallel_size, "
+            "or lower scheduler.max_num_batched_tokens"
+        )
+    # More than all rows at full length can never be used.
+    return min(num_blocks, max_num_seqs * -(-max_model_len // cache.block_size) + 1)
+
+
+def cuda_room(device: torch.device, *, memory_utilization: float, profile_peak_bytes: int) -> int:
+    """Bytes left for the KV cache on a GPU.
+
+    profile_peak_bytes: the most that torch had allocated during the profile run, without its scratch cache
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    # What the driver counts as used beyond torch's own pool: contexts, NCCL, and other processes.
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return int(memory_utilization * total) - profile_peak_bytes - outside

@@ -1,0 +1,81 @@
+"""ModelRunner: SchedulerOutput -> tensors -> forward -> sampled tokens.
+
+Called by: the Worker, once per step, on its main thread. All ranks of a replica run the same steps on the same
+rows, sample from bit-equal logits, and hence append the same tokens, without telling each other.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .forward_context import build_forward_context
+from .input_batch import InputBatch, StepInput
+from .layers.attention import LayerKVCache
+from .messages import ModelRunnerOutput, SchedulerOutput
+from .models.llama import LlamaForCausalLM
+from .sampler import sample
+
+
+class ModelRunner:
+    """Runs steps of one rank's model over its KV cache.
+
+    on_phase: told "input", "forward" and "sampling" as each begins
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_caches: list[LayerKVCache],
+        batch: InputBatch,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_phase: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._batch = batch
+        self._dtype = dtype
+        self._device = device
+        self._on_phase = on_phase
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step.
+
+        Raises RuntimeError when the step does not fit the rows held here; the replica must end then.
+        """
+        self._on_phase("input")
+        self._batch.update(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            return ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
+        step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
+        hidden = self._forward(step)
+        sampled = self._sample(step, hidden)
+        self._batch.finish_step(step, sampled)
+        return ModelRunnerOutput(
+            step=scheduler_output.step,
+            request_ids=[step.request_ids[row] for row in step.sampling_rows.tolist()],
+            sampled_token_ids=sampled.tolist(),
+        )
+
+    def _forward(self, step: StepInput) -> torch.Tensor:
+        """Hidden states of the step: [num_tokens, hidden_size]."""
+        token_ids = torch.from_numpy(step.token_ids).to(self._device)
+        positions = torch.from_numpy(step.positions).to(self._device)
+        context = build_forward_context(step.rows, dtype=self._dtype, device=self._device)
+        self._on_phase("forward")
+        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)
+        return hidden
+
+    def _sample(self, step: StepInput, hidden: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Tokens of the rows that sample. No rank enters the head when none does: all see the same step."""
+        if step.sampling_rows.size == 0:
+            return np.zeros(0, dtype=np.int64)
+        self._on_phase("sampling")
+        last = torch.from_numpy(step.last_token_index).to(self._device)
+        logits = self._model.compute_logits(hidden.index_select(0, last))
+        sampled: np.ndarray[tuple[int], np.dtype[np.int64]] = (
+            sample(logits, self._batch.sampling_batch(step)).cpu().numpy()
+        )
+        return sampled

@@ -1,0 +1,100 @@
+"""UniprocExecutor: one rank in the caller's own process.
+
+Called by: tests, and `LLM` in process. Serving never uses it: here a fault of the device takes the engine along.
+Implements the Executor protocol; a step runs when it is submitted, so nothing is ever outstanding.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..shm.errors import ConfigError
+from ..shm.status_board import Phase, RankStatus
+from .messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
+from .worker import Worker
+from .worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose outcome is there already."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class UniprocExecutor:
+    """See the module. One thread. Raises ConfigError (parallel.tensor_parallel_size) for several ranks."""
+
+    def __init__(self, config: WorkerConfig, *, on_phase: Callable[[int, str], None] | None = None) -> None:
+        if config.parallel.tensor_parallel_size != 1:
+            raise ConfigError(
+                "parallel.tensor_parallel_size", "must be 1 when the model runs in this process"
+            )
+        self._config = config
+        self._on_start_phase = on_phase
+        self._status = RankStatus(phase=Phase.NOT_STARTED, since_at=0.0, call_id=0, step=0)
+        self._call_id = 0
+        self._step = 0
+        self._worker: Worker | None = None
+
+    def start(self) -> ExecutorReport:
+        """Load the model and make the KV cache. Raises ConfigError, WorkerError; nothing is left then."""
+        worker = Worker(self._config, self._enter)
+        try:
+            report = worker.start()
+            worker.initialize_kv_cache(report.num_kv_blocks)
+        except BaseException:
+            worker.close()
+            raise
+        self._worker = worker
+        self._on_start_phase = None
+        self._enter(Phase.IDLE)
+        return ExecutorReport(
+            num_kv_blocks=report.num_kv_blocks,
+            block_size=self._config.cache.block_size,
+            max_model_len=worker.max_model_len,
+            vocab_size=worker.vocab_size,
+            ranks=[report],
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. An error closes the executor: the KV cache can no longer be trusted."""
+        assert self._worker is not None, "the executor is not running"
+        self._call_id += 1
+        self._step = scheduler_output.step
+        try:
+            output = self._worker.execute_model(scheduler_output)
+        except BaseException:
+            self.close(reason="a step failed")
+            raise
+        self._enter(Phase.IDLE)
+        return output
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> FinishedStep:
+        """Compute one step now, and hand its outcome over as if it had been awaited."""
+        return FinishedStep(self.execute_model(scheduler_output))
+
+    @property
+    def phases(self) -> Sequence[RankStatus]:
+        """What the one rank is doing."""
+        return [self._status]
+
+    def close(self, *, reason: str) -> None:
+        """Free model and cache. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            log.info("executor closed reason=%s", reason)
+            worker.close()
+
+    def _enter(self, phase: str) -> None:
+        self._status = RankStatus(
+            phase=Phase.named(phase), since_at=time.monotonic(), call_id=self._call_id, step=self._step
+        )
+        if self._on_start_phase is not None:
+            self._on_start_phase(0, phase)

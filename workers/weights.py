@@ -1,0 +1,121 @@
+"""Weights: from a checkpoint on disk straight into this rank's parameters.
+
+Called by: Worker.start(). Each rank reads only its slices; the files are mapped, so no rank ever holds a whole
+tensor that it does not need, and there is no second copy of the model.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config import LoadFormat
+from .errors import WeightsError
+from .layers.shard import TensorShard
+from .models.llama import LlamaForCausalLM
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DUMMY_RANGE = 1e-3
+DUMMY_CHUNK = 1 << 22
+"""Elements of a dummy tensor made at once: bounds the memory for the integers they come from."""
+
+
+def load_weights(model: LlamaForCausalLM, folder: str, load_format: LoadFormat, *, seed: int = 0) -> int:
+    """Fill all parameters of `model`, which must have memory already. Returns their bytes.
+
+    seed: of dummy weights, which depend on it and on the tensor's name, not on how the model is split
+    Raises WeightsError when a tensor is missing, has another shape, or is not known; nothing to be used then.
+    """
+    shards = list(model.shards())
+    match load_format:
+        case LoadFormat.AUTO:
+            _load_checkpoint(model, shards, Path(folder))
+        case LoadFormat.DUMMY:
+            for shard in shards:
+                _fill_dummy(shard, seed)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _load_checkpoint(model: LlamaForCausalLM, shards: list[TensorShard], folder: Path) -> None:
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(_open(folder / name)) for name in _file_names(folder)}
+        where = {name: file for file in files.values() for name in file.keys()}
+        wanted = {shard.name for shard in shards}
+        unexpected = sorted(name for name in where if name not in wanted and not model.is_ignored(name))
+        if unexpected:
+            raise WeightsError(
+                f"{folder} holds {len(unexpected)} tensors that the model has no place for, among them {unexpected[0]}"
+            )
+        for shard in shards:
+            if shard.name not in where:
+                raise WeightsError(f"{folder} lacks the tensor {shard.name}")
+            _read(where[shard.name].get_slice(shard.name), shard)
+
+
+def _read(source: Any, shard: TensorShard) -> None:
+    """Copy one slice of a mapped tensor into its place; the copy converts the dtype."""
+    shape = tuple(source.get_shape())
+    if shape != shard.full_shape:
+        raise WeightsError(
+            f"the tensor {shard.name} has the shape {shape}, and should have {shard.full_shape}"
+        )
+    if shard.span is not None and shard.span.size == 0:
+        return
+    if shard.span is None or shard.dim is None:
+        part = source[:]
+    elif shard.dim == 0:
+        part = source[shard.span.start : shard.span.stop]
+    else:
+        part = source[:, shard.span.start : shard.span.stop]
+    shard.target.copy_(part)
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            yield from sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise WeightsError(f"{index} is not an index of safetensors files: {error!r}") from None
+    elif (folder / SINGLE_NAME).is_file():
+        yield SINGLE_NAME
+    else:
+        raise WeightsError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot read {path}: {error}") from None
+
+
+def _fill_dummy(shard: TensorShard, seed: int) -> None:
+    """Uniform numbers in ±DUMMY_RANGE. Each depends on its place in the whole tensor, so every split agrees."""
+    key = zlib.crc32(shard.name.encode(), seed)
+    target = shard.target
+    rows = target.unsqueeze(-1) if target.dim() == 1 else target
+    full_width = shard.full_shape[1] if len(shard.full_shape) == 2 else 1
+    first_row = shard.span.start if shard.span is not None and shard.dim == 0 else 0
+    first_column = shard.span.start if shard.span is not None and shard.dim == 1 else 0
+    columns = torch.arange(first_column, first_column + rows.shape[1], device=target.device)
+    rows_at_once = max(1, DUMMY_CHUNK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], rows_at_once):
+        part = rows[start : start + rows_at_once]
+        index = torch.arange(first_row + start, first_row + start + part.shape[0], device=target.device)
+        bits = _mix((index * full_width).unsqueeze(1) + columns, key)
+        part.copy_(bits.double().mul_(2.0**-31).sub_(1.0).mul_(DUMMY_RANGE))
+
+
+def _mix(x: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash of 32 bits (the finaliser of MurmurHash3) in int64 arithmetic; x is overwritten. Returns [0, 2^32)."""
+    x.bitwise_xor_(key)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return x.bitwise_xor_(x >> 16)

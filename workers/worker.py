@@ -1,0 +1,201 @@
+"""Worker: one rank's device, process group, weights, KV cache and runner.
+
+Called by: worker_proc.py in a worker process, UniprocExecutor in the caller's own. One thread. All ranks of a
+replica go through the same calls in the same order; where they meet (process group, collectives of a step) a rank
+that does not come leaves the others waiting, and the executor ends them.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .config import ModelConfig
+from .device import open_device, resolve_dtype
+from .errors import DeviceMemoryError
+from .input_batch import InputBatch
+from .layers.attention import ATTENTION_BACKEND
+from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
+from .messages import ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .model_runner import ModelRunner
+from .models.llama import LlamaForCausalLM
+from .models.registry import find_model
+from .partition import make_partition
+from .profile_run import profile_peak_bytes
+from .tp_group import TensorParallelGroup, connect_group
+from .transformer_config import TransformerConfig, read_transformer_config
+from .weights import load_weights
+from .worker_config import WorkerConfig
+
+
+class Worker:
+    """One rank. `start`, then `initialize_kv_cache`, then steps, then `close`.
+
+    on_phase: told the name of each phase as it begins: of the start, and of every step
+    """
+
+    def __init__(self, config: WorkerConfig, on_phase: Callable[[str], None]) -> None:
+        self._config = config
+        self._on_phase = on_phase
+        self._phases: list[PhaseTime] = []
+        self._group: TensorParallelGroup | None = None
+        self._model: LlamaForCausalLM | None = None
+        self._runner: ModelRunner | None = None
+
+    def start(self) -> RankReport:
+        """Open the device, meet the peers, load the weights and find how many KV blocks fit.
+
+        Blocks until the peers are there. Raises ConfigError, WorkerError.
+        """
+        with torch.inference_mode():
+            return self._start()
+
+    def _start(self) -> RankReport:
+        config = self._config
+        parallel = config.parallel
+        with self._phase("device"):
+            transformer = read_transformer_config(config.model.path)
+            info = open_device(parallel, config.device_index)
+            self._device = info.device
+            self._dtype = resolve_dtype(config.model, transformer, info.device)
+            self._max_model_len = resolve_max_model_len(config.model, transformer)
+            self._vocab_size = transformer.vocab_size
+            model_class = find_model(transformer.architecture)
+            partition = make_partition(
+                transformer, tp_size=parallel.tensor_parallel_size, tp_rank=config.tp_rank
+            )
+        with self._phase("process group"):
+            self._group = connect_group(
+                rank=config.tp_rank,
+                size=parallel.tensor_parallel_size,
+                rendezvous=config.rendezvous,
+                device=info.device,
+                share_device=parallel.share_device,
+            )
+        with self._phase("weights"):
+            # Built without memory first, so that no parameter is ever allocated or initialised twice.
+            with torch.device("meta"):
+                model = model_class(
+                    transformer, partition, self._group, self._dtype, max_positions=self._max_model_len
+                )
+            try:
+                model.to_empty(device=info.device)
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"the weights do not fit on {info.device}; raise parallel.tensor_parallel_size"
+                ) from error
+            model.place_tables(info.device)
+            weight_bytes = load_weights(model, config.model.path, config.model.load_format)
+            self._model = model
+        with self._phase("profile"):
+            self._shape = kv_cache_shape(
+                transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
+            )
+            num_kv_blocks = self._count_kv_blocks()
+        return RankReport(
+            tp_rank=config.tp_rank,
+            pid=os.getpid(),
+            device=str(info.device),
+            device_name=info.name,
+            dtype=str(self._dtype).removeprefix("torch."),
+            attention_backend=ATTENTION_BACKEND,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_block=self._shape.bytes_per_block,
+            num_kv_blocks=num_kv_blocks,
+            num_threads=info.num_threads,
+            phases=list(self._phases),
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest request in tokens. After `start`."""
+        return self._max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head. After `start`."""
+        return self._vocab_size
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, the same number of blocks on every rank. Raises DeviceMemoryError."""
+        assert self._model is not None, "start() comes first"
+        config = self._config
+        with torch.inference_mode(), self._phase("KV cache"):
+            batch = InputBatch(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=config.cache.block_size,
+                vocab_size=self._vocab_size,
+                device=self._device,
+            )
+            self._runner = ModelRunner(
+                self._model,
+                make_kv_caches(self._shape, num_blocks, self._device),
+                batch,
+                dtype=self._dtype,
+                device=self._device,
+                on_phase=self._on_phase,
+            )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. Any error leaves the KV cache and the peers in doubt: the replica must end."""
+        assert self._runner is not None, "initialize_kv_cache() comes first"
+        with torch.inference_mode():
+            return self._runner.execute_model(scheduler_output)
+
+    def close(self) -> None:
+        """Leave the group and free model and cache. Idempotent; waits for no peer."""
+        group, self._group = self._group, None
+        self._model = None
+        self._runner = None
+        if group is not None:
+            group.close()
+
+    def _count_kv_blocks(self) -> int:
+        assert self._model is not None
+        config = self._config
+        if self._device.type == "cpu" or config.cache.num_blocks is not None:
+            room = config.cache.cpu_kv_bytes
+        else:
+            try:
+                peak = profile_peak_bytes(
+                    self._model,
+                    self._shape,
+                    device=self._device,
+                    max_num_seqs=config.max_num_seqs,
+                    max_num_batched_tokens=config.max_num_batched_tokens,
+                    max_model_len=self._max_model_len,
+                )
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"a step of {config.max_num_batched_tokens} tokens does not fit on {self._device}; lower "
+                    "scheduler.max_num_batched_tokens or raise parallel.tensor_parallel_size"
+                ) from error
+            room = cuda_room(
+                self._device,
+                memory_utilization=config.cache.memory_utilization,
+                profile_peak_bytes=peak,
+            )
+        return count_kv_blocks(
+            config.cache,
+            self._shape,
+            room_bytes=room,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self._max_model_len,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._on_phase(name)
+        started_at = time.monotonic()
+        yield
+        self._phases.append(PhaseTime(name=name, duration_s=time.monotonic() - started_at))
+
+
+def resolve_max_model_len(model: ModelConfig, transformer: TransformerConfig) -> int:
+    """Longest request in tokens: the setting, or what the model was trained for, whichever is less."""
+    if model.max_model_len is None:
+        return transformer.max_position_embeddings
+    return min(model.max_model_len, transformer.max_position_embeddings)
