@@ -1,0 +1,134 @@
+"""Frames: a fixed header, a msgpack body of a known type, and raw buffers beside it.
+
+Called by: channel.py. Pure: knows of no ring and no process.
+
+    epoch u32 | call_id u64 | rank i16 | kind u8 | number of buffers u8 | body bytes u32   (20 bytes, little-endian)
+    body, padded to 8 | for each buffer: length u64, bytes, padded to 8
+
+Invariant: what does not decode raises ProtocolError, whatever the bytes are; nothing from the wire is run.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from .errors import ProtocolError, ServingError
+
+T = TypeVar("T")
+
+MAX_BUFFERS = 255
+
+_HEADER = struct.Struct("<IQhBBI")
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_ZEROS = bytes(_ALIGNMENT)
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    """A call, to all readers of a ring."""
+    REPLY = 2
+    """The answer of one rank to one call."""
+    ERROR = 3
+    """Instead of an answer: the call failed on this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader:
+    """Who says what about which call.
+
+    epoch:   counts the lives of a replica; a frame of another life is stale
+    call_id: counts the calls of one epoch, from 1
+    rank:    of who wrote the frame; -1: the executor
+    """
+
+    epoch: int
+    call_id: int
+    rank: int
+    kind: FrameKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame(Generic[T]):
+    """A decoded frame. `buffers` are views into the ring, valid only until the read ends."""
+
+    header: FrameHeader
+    message: T
+    buffers: tuple[memoryview, ...]
+
+
+class FrameEncoder:
+    """Encodes messages to the pieces of a frame, which the ring gathers. One thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(
+        self, header: FrameHeader, message: object, buffers: Sequence[bytes | memoryview] = ()
+    ) -> list[bytes | memoryview]:
+        """Return the pieces that make up the frame, in order; `buffers` are not copied.
+
+        Raises ProtocolError for a message that msgpack cannot carry, or too many buffers.
+        """
+        if len(buffers) > MAX_BUFFERS:
+            raise ProtocolError(f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed")
+        try:
+            body = self._encoder.encode(message)
+            head = _HEADER.pack(
+                header.epoch, header.call_id, header.rank, header.kind, len(buffers), len(body)
+            )
+        except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
+            raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+        pieces: list[bytes | memoryview] = [head, body]
+        position = _HEADER.size + len(body)
+        for buffer in buffers:
+            num_bytes = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
+            pieces.append(_ZEROS[: -position % _ALIGNMENT] + _LENGTH.pack(num_bytes))
+            pieces.append(buffer)
+            position = num_bytes
+        return pieces
+
+
+class FrameDecoder(Generic[T]):
+    """Decodes frames whose body's type depends on their kind. One thread.
+
+    types: for each kind that may come, the type (or tagged union) of its body; together they are T
+    """
+
+    def __init__(self, types: Mapping[FrameKind, Any]) -> None:
+        self._decoders: dict[FrameKind, msgspec.msgpack.Decoder[T]] = {
+            kind: msgspec.msgpack.Decoder(body_type) for kind, body_type in types.items()
+        }
+
+    def decode(self, view: memoryview) -> Frame[T]:
+        """Decode one frame. Raises ProtocolError when it is not one."""
+        try:
+            epoch, call_id, rank, kind, num_buffers, body_bytes = _HEADER.unpack_from(view)
+            header = FrameHeader(epoch=epoch, call_id=call_id, rank=rank, kind=FrameKind(kind))
+            end = _HEADER.size + body_bytes
+            if end > view.nbytes:
+                raise ProtocolError(f"a body of {body_bytes} bytes in a frame of {view.nbytes}")
+            decoder = self._decoders.get(header.kind)
+            if decoder is None:
+                raise ProtocolError(f"a frame of kind {header.kind.name} must not come here")
+            message = decoder.decode(view[_HEADER.size : end])
+            buffers: list[memoryview] = []
+            for _ in range(num_buffers):
+                start = end + -end % _ALIGNMENT
+                (num_bytes,) = _LENGTH.unpack_from(view, start)
+                end = start + _LENGTH.size + num_bytes
+                if end > view.nbytes:
+                    raise ProtocolError(f"a buffer of {num_bytes} bytes in a frame of {view.nbytes}")
+                buffers.append(view[start + _LENGTH.size : end])
+        except ProtocolError:
+            raise
+        # A message's own checks (`__post_init__`) raise errors of this project.
+        except (struct.error, ValueError, TypeError, msgspec.MsgspecError, ServingError) as error:
+            raise ProtocolError(f"a frame of {view.nbytes} bytes does not decode: {error}") from error
+        return Frame(header=header, message=message, buffers=tuple(buffers))

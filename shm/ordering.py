@@ -1,0 +1,201 @@
+"""Ordered 8-byte words in shared memory, and the futex that waits for one to change.
+
+Called by: the ring buffer and the status board, in every process and thread that shares a segment.
+Invariant: every word has one writer, so loads and stores are enough; no read-modify-write is needed.
+
+What orders what. A writer fills memory and then stores a word (`Words.store`, a release); a reader loads
+the word (`Words.load`, an acquire) and then reads the memory. The reader that sees the new word sees all
+that was written before it.
+
+* x86-64: the machine itself keeps stores in order and loads in order, so that a plain aligned store is a
+  release and a plain aligned load an acquire. CPython packs and unpacks an item of format "Q" by one
+  8-byte move, within one call through a function pointer, which no compiler moves across another.
+* aarch64: plain accesses may pass each other, so `__atomic_load_8` (acquire) and `__atomic_store_8` (release)
+  of libatomic are called through ctypes. This path was run on x86-64 only, never on Arm.
+* anything else: `map_words` refuses.
+
+A store followed by a load of *another* word is ordered on neither machine ("is anybody asleep?" asked after
+publishing may be answered from before). Nobody asks that here: a writer always calls `futex_wake`, and the
+kernel's own barriers between a word's value and its queue of sleepers close that race.
+
+When the peer dies: a word keeps its value, and a sleeper is not woken. Who sleeps does so in short slices
+and looks at its peer in between.
+"""
+
+import ctypes
+import errno
+import platform
+import sys
+from typing import Protocol
+
+from .errors import TransportError
+
+WORD_BYTES = 8
+CACHE_LINE_BYTES = 64
+
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_ALL_SLEEPERS = 2**31 - 1
+_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_ACQUIRE = 2
+_RELEASE = 3
+_U32_MASK = 0xFFFF_FFFF
+
+
+class Words(Protocol):
+    """A row of unsigned 8-byte words, addressed by index. After `close` every access raises ValueError."""
+
+    def load(self, index: int) -> int:
+        """Read word `index`; what its writer wrote before it can be seen afterwards (acquire)."""
+        ...
+
+    def store(self, index: int, value: int) -> None:
+        """Write word `index`, in [0, 2**64); all that was written before is seen by who sees it (release)."""
+        ...
+
+    def address(self, index: int) -> int:
+        """Return the address of word `index`, for the futex. Valid until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        ...
+
+
+class NativeWords:
+    """Words by plain 8-byte moves: right where the machine orders loads and stores by itself (x86-64)."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._address = _address_of(buffer)
+        self._words = buffer.cast("Q")
+
+    def load(self, index: int) -> int:
+        return self._words[index]
+
+    def store(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+    def address(self, index: int) -> int:
+        return self._address + index * WORD_BYTES
+
+    def close(self) -> None:
+        self._words.release()
+
+
+class AtomicWords:
+    """Words by libatomic's acquire loads and release stores: right on every machine that has it."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._address = _address_of(buffer)
+        self._buffer = buffer.cast("B")
+        self._num_words = buffer.nbytes // WORD_BYTES
+        try:
+            libatomic = ctypes.CDLL("libatomic.so.1")
+            self._load = libatomic.__getattr__("__atomic_load_8")
+            self._store = libatomic.__getattr__("__atomic_store_8")
+        except (OSError, AttributeError) as error:
+            raise TransportError(f"libatomic.so.1 is needed on this machine: {error}") from None
+        self._load.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._load.restype = ctypes.c_uint64
+        self._store.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
+        self._store.restype = None
+
+    def load(self, index: int) -> int:
+        value: int = self._load(self.address(index), _ACQUIRE)
+        return value
+
+    def store(self, index: int, value: int) -> None:
+        self._store(self.address(index), value, _RELEASE)
+
+    def address(self, index: int) -> int:
+        if not 0 <= index < self._num_words:
+            raise IndexError(index)
+        if self._num_words and len(self._buffer) == 0:
+            raise ValueError("the words are closed")
+        return self._address + index * WORD_BYTES
+
+    def close(self) -> None:
+        self._buffer.release()
+
+
+def map_words(buffer: memoryview) -> Words:
+    """See `buffer` (writable, 8-byte aligned, a multiple of 8 bytes) as words, as this machine needs it.
+
+    Raises TransportError on a machine whose ordering is not known here.
+    """
+    machine = platform.machine()
+    if sys.byteorder != "little" or machine not in _FUTEX_SYSCALLS:
+        raise TransportError(f"shared memory needs x86-64 or aarch64 (little-endian), and this is {machine}")
+    return NativeWords(buffer) if machine == "x86_64" else AtomicWords(buffer)
+
+
+class Futex:
+    """The kernel's "sleep while this word is unchanged". Works across processes on shared memory.
+
+    The kernel looks at 4 bytes: the low half of a word. A word that is used so must not come back to the
+    same low half while somebody may be about to sleep. No state; any thread may call any method.
+    """
+
+    def __init__(self) -> None:
+        machine = platform.machine()
+        if machine not in _FUTEX_SYSCALLS:
+            raise TransportError(f"futex: the system call's number on {machine} is not known here")
+        self._number = ctypes.c_long(_FUTEX_SYSCALLS[machine])
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+
+    def wait(self, address: int, expected: int, timeout_s: float) -> bool:
+        """Sleep until the word at `address` is woken, or no longer holds `expected` (its low half).
+
+        Returns False when `timeout_s` passed, True otherwise; also True for no reason (a signal, a wake-up
+        that was meant for an older sleeper), so the caller looks again. Releases the interpreter's lock.
+        """
+        timeout = _Timespec(int(timeout_s), int(timeout_s % 1.0 * 1e9))
+        # Not the private variant: the sleepers are in other processes.
+        result = self._syscall(
+            self._number,
+            ctypes.c_void_p(address),
+            ctypes.c_int(_FUTEX_WAIT),
+            ctypes.c_uint32(expected & _U32_MASK),
+            ctypes.byref(timeout),
+            None,
+            ctypes.c_uint32(0),
+        )
+        if result == 0:
+            return True
+        problem = ctypes.get_errno()
+        if problem == errno.ETIMEDOUT:
+            return False
+        if problem in (errno.EAGAIN, errno.EINTR):
+            return True
+        raise TransportError(f"futex wait failed: {errno.errorcode.get(problem, problem)}")
+
+    def wake(self, address: int) -> int:
+        """Wake all who sleep on the word at `address`. Returns how many there were."""
+        result: int = self._syscall(
+            self._number,
+            ctypes.c_void_p(address),
+            ctypes.c_int(_FUTEX_WAKE),
+            ctypes.c_uint32(_ALL_SLEEPERS),
+            None,
+            None,
+            ctypes.c_uint32(0),
+        )
+        if result < 0:
+            problem = ctypes.get_errno()
+            raise TransportError(f"futex wake failed: {errno.errorcode.get(problem, problem)}")
+        return result
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+def _address_of(buffer: memoryview) -> int:
+    """Return where `buffer` begins, after checking that it is made of whole, aligned words."""
+    if buffer.nbytes % WORD_BYTES:
+        raise ValueError(f"{buffer.nbytes} bytes are not a whole number of {WORD_BYTES}-byte words")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    if address % WORD_BYTES:
+        raise ValueError("the words are not aligned; an unaligned access is not atomic")
+    return address

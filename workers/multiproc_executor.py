@@ -1,0 +1,352 @@
+"""MultiprocExecutor: one process per rank; calls go out over one ring, answers come back over a ring per rank.
+
+Called by: the engine core (and `LLM`), one thread. Imports no torch. worker_group.py has the processes and the
+memory, reply_ledger.py the matching of answers; this file has the calls and what happens when one fails.
+Invariants: every wait has a deadline; after the first failure nothing is sent any more.
+
+When a worker dies, or a step fails on any rank: whoever waits is woken at once, all workers are killed (nobody
+waits for a collective that will not come), and the caller gets the ProcessError that names the first cause. While
+nobody waits, `on_failure` tells of a death. When this process dies: the workers are killed by the kernel.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..shm.codec import FrameKind
+from ..shm.errors import (
+    ConfigError,
+    ProcessError,
+    ProcessHungError,
+    ProtocolError,
+    QueueClosedError,
+    QueueEmptyError,
+    QueueTimeoutError,
+    StartupError,
+    WorkerCallError,
+)
+from ..shm.ring_buffer import MAX_READERS
+from ..shm.status_board import Phase, RankStatus, StatusBoard
+from .calls import (
+    Call,
+    ExecuteModel,
+    InitializeKVCache,
+    KVCacheInitialized,
+    MemoryReport,
+    RankMemory,
+    Reply,
+    StepDone,
+)
+from .config import ExecutorConfig
+from .messages import ExecutorReport, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .reply_ledger import PendingCall, ReplyLedger
+from .transformer_config import read_transformer_config
+from .worker_config import WorkerConfig
+from .worker_group import WorkerGroup, start_workers
+from .worker_proc import OUTPUT_RANK
+
+DEFAULT_WORKER_CLASS = "phalanx.workers.worker:Worker"
+
+_FIRST_CAUSE_WAIT_S = 0.1
+"""After an error of one rank: for the death of another, which may have caused it, to be seen."""
+
+log = logging.getLogger(__name__)
+
+
+class MultiprocStep:
+    """A step under way. Same thread as the executor."""
+
+    def __init__(self, executor: "MultiprocExecutor", call: PendingCall) -> None:
+        self._executor = executor
+        self._call = call
+
+    @property
+    def is_done(self) -> bool:
+        """True when `result` returns at once. Takes in what has come; never blocks. Raises ProcessError."""
+        return self._executor.is_answered(self._call)
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the outcome; again returns the same. Raises ProcessError: the executor has closed itself then."""
+        reply = self._executor.wait_call(self._call)[OUTPUT_RANK]
+        assert isinstance(reply, StepDone)
+        return reply.output
+
+
+class MultiprocExecutor:
+    """See executor.Executor.
+
+    worker_configs: one per rank, in the order of tp_rank; their `rendezvous` is filled in here
+    role_prefix:    of the workers' names ("dp0" gives "dp0 tp1")
+    epoch:          counts the lives of the replica
+    worker_class:   "module:class" that takes (WorkerConfig, on_phase)
+    board:          where the ranks say what they do, from slot `first_slot` on; None: a board of its own
+    on_phase:       called with (tp_rank, phase) while the ranks start, from the thread that calls `start()`
+    on_failure:     called once, from a thread of the executor, when a rank dies; must not block, nor call back
+    """
+
+    def __init__(
+        self,
+        worker_configs: Sequence[WorkerConfig],
+        *,
+        config: ExecutorConfig,
+        role_prefix: str = "dp0",
+        epoch: int = 0,
+        worker_class: str = DEFAULT_WORKER_CLASS,
+        board: StatusBoard | None = None,
+        first_slot: int = 0,
+        on_phase: Callable[[int, str], None] | None = None,
+        on_failure: Callable[[ProcessError], None] | None = None,
+    ) -> None:
+        if not 1 <= len(worker_configs) <= MAX_READERS:
+            raise ConfigError(
+                "parallel.tensor_parallel_size", f"must be 1 to {MAX_READERS}, not {len(worker_configs)}"
+            )
+        self._worker_configs = list(worker_configs)
+        self._config = config
+        self._role_prefix = role_prefix
+        self._epoch = epoch
+        self._worker_class = worker_class
+        self._board = board
+        self._first_slot = first_slot
+        self._on_phase = on_phase
+        self._on_failure = on_failure
+        self._ranks = frozenset(range(len(worker_configs)))
+        self._ledger = ReplyLedger(epoch)
+        self._group: WorkerGroup | None = None
+        self._failure: ProcessError | None = None
+        self._close_reason: str | None = None
+        self._last_call_id = 0
+
+    @property
+    def failure(self) -> ProcessError | None:
+        """The first failure; None while all is well. Any thread."""
+        group = self._group
+        return self._failure or (group.watch.failure if group is not None else None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, by tp_rank; empty unless they run."""
+        return [] if self._group is None else [child.pid for child in self._group.children]
+
+    @property
+    def num_dropped_replies(self) -> int:
+        """Answers that came for nobody: of calls that were given up, or of another epoch."""
+        return self._ledger.num_dropped
+
+    @property
+    def phases(self) -> list[RankStatus]:
+        """What each rank is doing, by tp_rank; empty unless they run."""
+        group = self._group
+        return (
+            []
+            if group is None
+            else [group.board.read(group.first_slot + rank) for rank in sorted(self._ranks)]
+        )
+
+    def start(self) -> ExecutorReport:
+        """Start all ranks, load the model, make the KV cache of the size that all ranks can hold.
+
+        Blocks at most `start_timeout_s`. Raises StartupError, ConfigError or TransportError; nothing is left then.
+        """
+        if self._group is not None or self._close_reason is not None:
+            raise QueueClosedError("the executor was started before")
+        deadline_at = time.monotonic() + self._config.start_timeout_s
+        model = read_transformer_config(self._worker_configs[0].model.path)
+        self._group, reports = start_workers(
+            self._worker_configs,
+            config=self._config,
+            role_prefix=self._role_prefix,
+            epoch=self._epoch,
+            worker_class=self._worker_class,
+            board=self._board,
+            first_slot=self._first_slot,
+            deadline_at=deadline_at,
+            on_phase=self._on_phase,
+            on_death=self._on_failure,
+        )
+        cache = self._worker_configs[0].cache
+        num_blocks = cache.num_blocks or min(report.num_kv_blocks for report in reports)
+        try:
+            reports = self._initialize_kv_cache(reports, num_blocks, deadline_at)
+        except ProcessError as error:
+            detail = error.detail or str(error)
+            raise StartupError(error.role, rank=error.rank, exitcode=error.exitcode, detail=detail) from error
+        return ExecutorReport(
+            num_kv_blocks=num_blocks,
+            block_size=cache.block_size,
+            max_model_len=self._worker_configs[0].model.max_model_len or model.max_position_embeddings,
+            vocab_size=model.vocab_size,
+            ranks=reports,
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. As `submit_model(...).result()`."""
+        return self.submit_model(scheduler_output).result()
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> MultiprocStep:
+        """Send one step to all ranks, and return before it is computed.
+
+        Blocks only while the ring is full, at most `step_timeout_s`. Raises ProcessError (closed itself then);
+        MessageTooLargeError, and nothing was sent.
+        """
+        deadline_at = time.monotonic() + self._config.step_timeout_s
+        return MultiprocStep(self, self._call(ExecuteModel(scheduler_output), {OUTPUT_RANK}, deadline_at))
+
+    def memory_report(self) -> list[RankMemory]:
+        """Ask every rank how much memory it uses, by tp_rank.
+
+        Blocks behind the steps under way, at most `call_timeout_s`. Raises WorkerCallError when the call failed on a
+        rank (the replica goes on), else as `submit_model`.
+        """
+        call = self._call(MemoryReport(), set(self._ranks), time.monotonic() + self._config.call_timeout_s)
+        replies = self.wait_call(call)
+        return [reply for _, reply in sorted(replies.items()) if isinstance(reply, RankMemory)]
+
+    def check(self) -> None:
+        """Take in what has come; never blocks. Raises the ProcessError that has ended the replica, if one has."""
+        self._take_replies(self._live())
+
+    def is_answered(self, call: PendingCall) -> bool:
+        """Take in what has come; True when `call` needs no more. For steps under way."""
+        if not call.is_done:
+            self.check()
+        return call.is_done
+
+    def wait_call(self, call: PendingCall) -> dict[int, Reply]:
+        """Wait for the answers to `call`, by tp_rank. For steps under way."""
+        while not self.is_answered(call):
+            group = self._live()
+            remaining_s = call.deadline_at - time.monotonic()
+            if remaining_s <= 0:
+                raise self._fail(self._hung(group, call.awaited, call.call_id))
+            group.wait_bell(remaining_s)
+        if call.failure is not None:
+            raise WorkerCallError(
+                self._role(call.failure.tp_rank), rank=call.failure.tp_rank, detail=call.failure.traceback
+            )
+        return call.replies
+
+    def close(self, *, reason: str) -> None:
+        """End all ranks and free everything.
+
+        Bounded by `stop_timeout_s` (workers leave by themselves) or, after a failure, by the time of a kill.
+        Idempotent. Calls afterwards raise QueueClosedError, or the failure.
+        """
+        self._close(reason, grace_s=0.0 if self.failure is not None else self._config.stop_timeout_s)
+
+    def _close(self, reason: str, *, grace_s: float) -> None:
+        if self._close_reason is None:
+            self._close_reason = reason
+        group, self._group = self._group, None
+        if group is not None:
+            self._failure = self._failure or group.watch.failure
+            log.info("executor %s closes: %s", self._role_prefix, reason)
+            group.close(grace_s=grace_s)
+
+    def _initialize_kv_cache(
+        self, reports: Sequence[RankReport], num_blocks: int, deadline_at: float
+    ) -> list[RankReport]:
+        """Make the KV cache on all ranks; return their reports with the time it took."""
+        replies = self.wait_call(self._call(InitializeKVCache(num_blocks), set(self._ranks), deadline_at))
+        complete = []
+        for rank, report in enumerate(reports):
+            reply = replies[rank]
+            assert isinstance(reply, KVCacheInitialized)
+            phases = [*report.phases, PhaseTime(Phase.KV_CACHE.value, reply.duration_s)]
+            complete.append(msgspec.structs.replace(report, phases=phases))
+        return complete
+
+    def _call(self, call: Call, ranks: set[int], deadline_at: float) -> PendingCall:
+        """Send `call` to all ranks, and await the answers of `ranks`."""
+        group = self._live()
+        call_id = self._last_call_id + 1
+        try:
+            group.sender.send(FrameKind.REQUEST, call_id, call, deadline_at=deadline_at)
+        except QueueTimeoutError:
+            slowest = {group.sender.ring.slowest_reader()}
+            raise self._fail(self._hung(group, slowest, call_id)) from None
+        except QueueClosedError as error:
+            # A worker closes its end only when it leaves, so its death is at hand.
+            failure = group.watch.wait_failure(1.0)
+            raise self._fail(failure or ProcessError(self._role_prefix, detail=str(error))) from None
+        # Counted only now: a call that was not sent must not leave a gap in the sequence.
+        self._last_call_id = call_id
+        return self._ledger.expect(call_id, ranks, deadline_at)
+
+    def _live(self) -> WorkerGroup:
+        if self._failure is not None:
+            raise self._failure
+        if self._group is None:
+            raise QueueClosedError(f"the executor is closed: {self._close_reason or 'it was never started'}")
+        return self._group
+
+    def _take_replies(self, group: WorkerGroup) -> None:
+        """Take in all answers that have come. Raises what ends the replica."""
+        # Read before the rings: what a dead rank answered last is then surely seen below.
+        death = group.watch.failure
+        for rank, receiver in enumerate(group.receivers):
+            try:
+                while True:
+                    with receiver.receive() as frame:
+                        self._ledger.accept(frame.header, frame.message)
+            except (QueueEmptyError, QueueClosedError):
+                continue
+            except ProtocolError as error:
+                raise self._fail(ProcessError(self._role(rank), rank=rank, detail=str(error))) from error
+        if death is not None:
+            raise self._fail(death)
+        if self._ledger.fatal:
+            raise self._fail(group.watch.wait_failure(_FIRST_CAUSE_WAIT_S) or self._first_error())
+
+    def _first_error(self) -> ProcessError:
+        """Return the earliest failure of a rank: those of its peers may follow from it."""
+        first = min(self._ledger.fatal, key=lambda failure: failure.failed_at)
+        return WorkerCallError(
+            self._role(first.tp_rank),
+            rank=first.tp_rank,
+            detail=f"{first.error} (in {first.phase})\n{first.traceback}",
+        )
+
+    def _fail(self, failure: ProcessError) -> ProcessError:
+        """Remember the failure, kill all workers, return the failure to raise."""
+        self._failure = failure
+        self._close(str(failure), grace_s=0.0)
+        return failure
+
+    def _hung(self, group: WorkerGroup, awaited: set[int], call_id: int) -> ProcessHungError:
+        """Say which rank is behind: the one in the oldest call, then in the phase that began first."""
+        statuses = dict(enumerate(self.phases))
+        busy = {rank for rank, status in statuses.items() if status.phase is not Phase.IDLE}
+        behind = {rank for rank, status in statuses.items() if status.call_id < call_id}
+        suspects = busy | behind or awaited
+        culprit = min(suspects, key=lambda rank: (statuses[rank].call_id, statuses[rank].since_at))
+        others = "; ".join(
+            f"tp{rank} {_describe(status)}" for rank, status in statuses.items() if rank != culprit
+        )
+        detail = f"call {call_id} has no answer: {_describe(statuses[culprit])}"
+        if _is_stopped(group.children[culprit].pid):
+            detail += ", stopped by a signal"
+        if others:
+            detail += f" (the others: {others})"
+        return ProcessHungError(self._role(culprit), rank=culprit, detail=detail)
+
+    def _role(self, tp_rank: int) -> str:
+        return f"{self._role_prefix} tp{tp_rank}"
+
+
+def _describe(status: RankStatus) -> str:
+    return f"{status.phase} of call {status.call_id} for {time.monotonic() - status.since_at:.1f} s"
+
+
+def _is_stopped(pid: int) -> bool:
+    """True when the process stands still by SIGSTOP or a debugger."""
+    try:
+        after_name = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        )
+    except OSError:
+        return False
+    return after_name.split()[0] in ("T", "t")
