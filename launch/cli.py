@@ -122,6 +122,10 @@ def launch_command(arguments: argparse.Namespace) -> int:
     config = resolve_arguments(arguments).config
     read_api_key(config.server)
     config = resolve_device(config, count_gpus())
+    # Imported here: everything that runs a cluster; a mistyped setting is said long before.
+    from .runtime import plan_of, run
+
+    plan = plan_of(config)
     if config.server.port:
         # A port in use is said before a model is fetched; the one that stays open is bound by the runtime.
         bind_listener(config.server).close()
@@ -131,14 +135,11 @@ def launch_command(arguments: argparse.Namespace) -> int:
     config = resolve_model(config)
     check_model(config)
     if arguments.dry_run:
-        # Imported here: rich and the message types are needed for tables only.
+        # Imported here: rich costs time, and only what has passed every check is shown.
         from .tables import plan_table, print_tables
 
-        print_tables([plan_table(config.parallel, config.cluster.data_parallel_size)], sys.stdout)
+        print_tables([plan_table(plan)], sys.stdout)
         return ExitCode.OK
-    # Imported here: everything that runs a cluster; a wrong setting was said long before.
-    from .runtime import run
-
     return run(config)
 
 

@@ -201,7 +201,9 @@ def _convert(override: Override) -> Any:
         return msgspec.convert(override.value, type=hint, strict=True)
     except msgspec.ValidationError as error:
         if isinstance(hint, type) and issubclass(hint, StrEnum):
-            raise ConfigError(override.name, f"must be one of {', '.join(hint)}, not {override.value!r}") from None
+            raise ConfigError(
+                override.name, f"must be one of {', '.join(hint)}, not {override.value!r}"
+            ) from None
         raise ConfigError(override.name, _plain(str(error), override.value)) from None
 
 

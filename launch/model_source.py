@@ -30,9 +30,8 @@ def resolve_model(config: LaunchConfig) -> LaunchConfig:
         with show_progress(sys.stderr) as progress:
             folder = ensure_default_model(progress)
         served_name = MODEL_NAME
-    elif Path(name).expanduser().exists():
-        # Resolved now: child processes may run elsewhere, and "." has no name to serve under.
-        folder = Path(name).expanduser().resolve()
+    elif (local := local_folder(name)) is not None:
+        folder = local
         served_name = folder.name
     else:
         folder = download_from_hub(name)
@@ -42,6 +41,17 @@ def resolve_model(config: LaunchConfig) -> LaunchConfig:
         model=replace(config.model, path=str(folder)),
         server=replace(config.server, served_model_name=config.server.served_model_name or served_name),
     )
+
+
+def local_folder(name: str) -> Path | None:
+    """Give the whole path of what `name` means on this machine; None when there is nothing."""
+    try:
+        path = Path(name).expanduser()
+        # Resolved now: child processes may run elsewhere, and "." has no name to serve under.
+        return path.resolve() if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        # No such user ("~nobody"), longer than a name may be, or not a path at all.
+        return None
 
 
 def download_from_hub(name: str) -> Path:

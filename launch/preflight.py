@@ -22,22 +22,14 @@ MAX_KEY_BYTES = 4096
 
 
 def resolve_device(config: LaunchConfig, num_gpus: int) -> LaunchConfig:
-    """Turn device "auto" into CUDA when the host has a GPU, else CPU; check that every rank has one.
-
-    Raises ConfigError when there are more ranks than GPUs.
-    """
+    """Turn device "auto" into CUDA when the host has a GPU, else CPU. Warns of CPU ranks that share cores."""
     parallel = config.parallel
     if parallel.device is DeviceType.AUTO:
         parallel = replace(parallel, device=DeviceType.CUDA if num_gpus else DeviceType.CPU)
     num_ranks = parallel.tensor_parallel_size * config.cluster.data_parallel_size
-    sizes = f"tp {parallel.tensor_parallel_size} x dp {config.cluster.data_parallel_size} = {num_ranks} ranks"
-    if parallel.device is DeviceType.CUDA:
-        needed = 1 if parallel.share_device else num_ranks
-        if num_gpus < needed:
-            have = "no GPU" if num_gpus == 0 else f"only {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
-            raise ConfigError("parallel.device", f"{sizes} on CUDA, but this host has {have}")
-    elif num_ranks > (cores := len(os.sched_getaffinity(0))):
-        log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", num_ranks, cores)
+    num_cores = len(os.sched_getaffinity(0))
+    if parallel.device is DeviceType.CPU and num_ranks > num_cores:
+        log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", num_ranks, num_cores)
     return replace(config, parallel=parallel)
 
 

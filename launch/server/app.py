@@ -1,0 +1,149 @@
+"""The application: routes, key, error boundary, health and metrics.
+
+Called by: process.py with the real engine, tests with a small one. Nothing that a client sends gets an answer
+outside OpenAI's shape, and nothing but a bug of ours gets a 500.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ... import __version__
+from ..metrics import CONTENT_TYPE
+from . import routes
+from .errors import CLIENT_GONE, RETRY_SOON_S, ApiError, ClientGoneError, to_api_error
+from .service import Service
+from .sse import STATUS_KEY
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+"""Where a key is asked for, when there is one. Health and metrics are for machines of the operator."""
+COUNTED_ROUTES = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
+)
+
+
+def create_app(service: Service) -> FastAPI:
+    """Build the application around `service`. Starts nothing."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    def add(method: str, path: str, handler: Handler) -> None:
+        async def endpoint(request: Request) -> Response:
+            return await _guard(service, handler, request)
+
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+    add("POST", "/v1/completions", routes.create_completion)
+    add("POST", "/v1/chat/completions", routes.create_chat_completion)
+    add("GET", "/v1/models", routes.list_models)
+    add("GET", "/v1/models/{model_id:path}", routes.get_model)
+    add("POST", "/tokenize", routes.tokenize)
+    add("POST", "/detokenize", routes.detokenize)
+    add("GET", "/health", health)
+    add("GET", "/ready", ready)
+    add("GET", "/metrics", metrics)
+    add("GET", "/version", version)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_middleware(FrontDoor, service=service)
+    return app
+
+
+async def health(service: Service, request: Request) -> Response:
+    """GET /health: 200 as long as the process answers."""
+    return Response(status_code=200)
+
+
+async def ready(service: Service, request: Request) -> Response:
+    """GET /ready: 200 when a replica serves and the server is not draining."""
+    num_ready = service.cluster.num_ready
+    is_ready = num_ready > 0 and not service.gate.is_draining
+    status = "draining" if service.gate.is_draining else "ready" if is_ready else "starting"
+    body = {"status": status, "replicas_ready": num_ready, "replicas": len(service.cluster.replicas)}
+    response = routes.json_response(body, 200 if is_ready else 503)
+    if not is_ready:
+        response.headers["Retry-After"] = str(round(RETRY_SOON_S))
+    return response
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """GET /metrics, for Prometheus."""
+    return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def version(service: Service, request: Request) -> Response:
+    """GET /version."""
+    return routes.json_response({"version": __version__})
+
+
+class FrontDoor:
+    """Asks for the key, and counts every answer and every stream until its end."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._key = None if service.api_key is None else service.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        with self._service.gate.inside():
+            if self._may_enter(scope):
+                await self._app(scope, receive, send_and_note)
+            else:
+                error = ApiError(
+                    401,
+                    "the API key is missing or wrong",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error.response()(scope, receive, send_and_note)
+        path = scope["path"]
+        # An unknown path must not become a label: clients would make up series without end.
+        route = path if path in COUNTED_ROUTES else "other"
+        self._service.metrics.count_request(route, scope.get(STATUS_KEY, status))
+
+    def _may_enter(self, scope: Scope) -> bool:
+        if (
+            self._key is None
+            or scope["method"] == "OPTIONS"
+            or not scope["path"].startswith(GUARDED_PREFIXES)
+        ):
+            return True
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = header.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+async def _guard(service: Service, handler: Handler, request: Request) -> Response:
+    try:
+        return await handler(service, request)
+    except ClientGoneError:
+        request.scope[STATUS_KEY] = CLIENT_GONE
+        return Response(status_code=CLIENT_GONE)
+    # The per-request boundary: whatever went wrong fails this request only.
+    except Exception as error:
+        return to_api_error(error).response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {404: f"there is no route {request.url.path}", 405: f"{request.method} is not allowed here"}
+    message = messages.get(error.status_code, str(error.detail))
+    codes = {404: "route_not_found", 405: "method_not_allowed"}
+    headers = dict(error.headers or {})
+    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers).response()

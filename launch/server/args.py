@@ -1,0 +1,25 @@
+"""What an API-server process is told. Apart from process.py, so that the supervisor need not import a server.
+
+Called by: runtime.py encodes it, process.py decodes it.
+"""
+
+import msgspec
+
+from ...cluster.messages import FrontEndConnection
+from ...workers.config import ModelConfig
+from ..config import ServerConfig
+
+
+class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of an API-server process.
+
+    connection:      how it joins the cluster
+    listen_fd:       the inherited listening socket
+    drain_timeout_s: how long running requests may take to finish once a stop is asked
+    """
+
+    connection: FrontEndConnection
+    listen_fd: int
+    server: ServerConfig
+    model: ModelConfig
+    drain_timeout_s: float

@@ -1,0 +1,210 @@
+"""From a decoded body to what the engine takes: sampling parameters, prompts, messages for the template.
+
+Called by: routes.py, before a request is admitted. Pure. Whatever is wrong is an ApiError 400 that names the
+field as the client wrote it; what the engine cannot do yet is refused when it would change the answer, and
+accepted when it is set to what it is anyway.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...workers.sampling_params import SamplingParams, SamplingParamsError
+from .errors import ApiError, invalid
+from .protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
+
+T = TypeVar("T")
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions when the client says nothing, as OpenAI has it."""
+
+# Each field that is not supported yet, with the values (besides null) that leave the answer as it is.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "response_format": (),
+    "structured_outputs": ({},),
+    "return_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "tools": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+}
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Decode JSON into `kind`. Raises ApiError 400: bad JSON, not an object, a field of the wrong type."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _type_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise invalid(None, "the body is nested too deeply") from None
+
+
+def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingParams:
+    """Check all fields that say how tokens are chosen. `max_tokens` stays None when chat left it open."""
+    _refuse_unsupported(request)
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "is only allowed with stream")
+    max_tokens, max_name = request.max_tokens, "max_tokens"
+    match request:
+        case ChatCompletionRequest():
+            if request.echo:
+                raise invalid("echo", "is not supported for chat")
+            if request.max_completion_tokens is not None:
+                max_tokens, max_name = request.max_completion_tokens, "max_completion_tokens"
+        case CompletionRequest() if max_tokens is None:
+            # Never below min_tokens, which the client did ask for.
+            max_tokens = max(DEFAULT_COMPLETION_TOKENS, request.min_tokens or 0)
+        case _:
+            pass
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings")
+    if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
+        raise invalid("stop", f"must hold strings of at most {MAX_STOP_CHARACTERS} characters")
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids")
+    if any(not 0 <= token_id < vocab_size for token_id in stop_token_ids):
+        raise invalid("stop_token_ids", f"must be in the vocabulary, [0, {vocab_size - 1}]")
+    top_k = request.top_k
+    if top_k is not None and top_k >= vocab_size:
+        top_k = 0
+    values: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": top_k,
+        "seed": None if request.seed == -1 else request.seed,
+        "min_tokens": request.min_tokens,
+        "stop": stop,
+        "stop_token_ids": stop_token_ids,
+        "ignore_eos": request.ignore_eos,
+        "skip_special_tokens": request.skip_special_tokens,
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+    }
+    try:
+        # max_tokens is always passed: None means "what the context leaves", not the default of 16.
+        return SamplingParams(**{k: v for k, v in values.items() if v is not None or k == "max_tokens"})
+    except SamplingParamsError as error:
+        field = max_name if error.field == "max_tokens" else error.field
+        raise invalid(field, error.problem.replace("max_tokens", max_name)) from None
+
+
+def split_prompts(
+    prompt: str | list[str | int | list[int]], *, vocab_size: int, max_prompts: int
+) -> list[str | list[int]]:
+    """Give one entry, text or token ids, for each prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "must not be empty")
+    if all(isinstance(entry, int) for entry in prompt):
+        return [_checked_ids(prompt, vocab_size)]
+    if len(prompt) > max_prompts:
+        raise invalid("prompt", f"must hold at most {max_prompts} prompts, not {len(prompt)}")
+    if all(isinstance(entry, str) for entry in prompt):
+        return [entry for entry in prompt if isinstance(entry, str)]
+    if all(isinstance(entry, list) for entry in prompt):
+        return [_checked_ids(entry, vocab_size) for entry in prompt if isinstance(entry, list)]
+    raise invalid(
+        "prompt", "must be a string, a list of strings, a list of token ids, or a list of those lists"
+    )
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Turn messages into what a chat template reads: content as one string, absent fields left out."""
+    if not messages:
+        raise invalid("messages", "must not be empty")
+    rendered = []
+    for index, message in enumerate(messages):
+        entry: dict[str, Any] = {
+            "role": message.role,
+            "content": _content(message, f"messages[{index}].content"),
+        }
+        for name in ("name", "tool_calls", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                entry[name] = value
+        rendered.append(entry)
+    return rendered
+
+
+def _content(message: ChatMessage, place: str) -> str:
+    match message.content:
+        case str(text):
+            return text
+        case None:
+            if message.role == "assistant" and message.tool_calls:
+                return ""
+            raise invalid(place, "must be given")
+        case parts:
+            texts = []
+            for index, part in enumerate(parts):
+                if part.type != "text":
+                    raise invalid(f"{place}[{index}].type", f"{part.type!r} is not supported, only 'text'")
+                if part.text is None:
+                    raise invalid(f"{place}[{index}].text", "must be given")
+                texts.append(part.text)
+            return "\n".join(texts)
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise invalid("prompt", f"token id {token_id} is not in the vocabulary, [0, {vocab_size - 1}]")
+    return list(ids)
+
+
+def _refuse_unsupported(request: SamplingFields) -> None:
+    if isinstance(request, ChatCompletionRequest):
+        if request.tools == []:
+            raise invalid("tools", "must not be empty")
+        if request.tools is None and request.tool_choice not in (None, "none"):
+            raise invalid("tool_choice", "is only allowed with tools")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("top_logprobs", "is only allowed with logprobs")
+    for field, off_values in UNSUPPORTED.items():
+        value = getattr(request, field, None)
+        if value is None or any(
+            value == off and isinstance(value, bool) == isinstance(off, bool) for off in off_values
+        ):
+            continue
+        if field == "response_format" and value == {"type": "text"}:
+            continue
+        raise ApiError(400, f"{field}: is not supported", param=field, code="unsupported_parameter")
+
+
+def _type_error(message: str) -> ApiError:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.max_tokens`" into an error that names the field."""
+    problem, _, path = message.partition(" - at ")
+    param = path.strip("`").removeprefix("$").removeprefix(".") or None
+    if param is None and (missing := re.search(r"missing required field `([^`]*)`", problem)):
+        return invalid(missing.group(1), "must be given")
+    if param is None:
+        problem = f"the body must be a JSON object: {problem[:1].lower()}{problem[1:]}"
+        return invalid(None, problem)
+    return invalid(param, f"{problem[:1].lower()}{problem[1:]}")

@@ -1,0 +1,156 @@
+"""A small engine, tokenizer and cluster behind the real application: one character is one token."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
+
+from phalanx.engine.errors import InvalidRequestError
+from phalanx.engine.messages import EngineStats, FinishReason
+from phalanx.launch.metrics import ServerMetrics
+from phalanx.launch.server.service import Gate, Service
+from phalanx.workers.sampling_params import SamplingParams
+
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 64
+ANSWER = "Hello, world!"
+
+
+class LetterCodec:
+    """Latin-1 letters as tokens; other characters are token 0."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) if ord(letter) < VOCAB_SIZE else 0 for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token_id) for token_id in token_ids)
+
+
+class LineRenderer:
+    """A chat template that writes one line for each message."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        lines = [f"{message['role']}:{message['content']}\n" for message in messages]
+        return "".join(lines) + ("A:" if add_generation_prompt else "")
+
+
+@dataclass
+class FakeEngine:
+    """Answers ANSWER, two letters at a time, cut to max_tokens; keeps what it was asked.
+
+    error: raised instead of an answer, after `error_after` outputs
+    entered, release: with `is_blocked`, each request says that it began, and waits
+    """
+
+    error: Exception | None = None
+    error_after: int = 0
+    is_blocked: bool = False
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    num_running: int = 0
+
+    async def generate(
+        self, prompt: str | list[int], sampling_params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        assert isinstance(prompt, list)
+        self.asked.append((prompt, sampling_params))
+        room = MAX_MODEL_LEN - len(prompt)
+        if not prompt or room < 1:
+            raise InvalidRequestError("the prompt is empty or too long", field="prompt")
+        max_tokens = room if sampling_params.max_tokens is None else sampling_params.max_tokens
+        if max_tokens > room:
+            raise InvalidRequestError(f"max_tokens must be at most {room}", field="max_tokens")
+        self.num_running += 1
+        is_finished = False
+        try:
+            self.entered.set()
+            if self.is_blocked:
+                await self.release.wait()
+            text = ANSWER[:max_tokens]
+            pieces = [text[i : i + 2] for i in range(0, len(text), 2)]
+            for index, piece in enumerate(pieces):
+                if self.error is not None and index == self.error_after:
+                    raise self.error
+                is_last = index == len(pieces) - 1
+                reason = FinishReason.STOP if len(text) == len(ANSWER) else FinishReason.LENGTH
+                is_finished = is_last
+                yield RequestOutput(
+                    request_id=request_id or "",
+                    prompt=None,
+                    prompt_token_ids=prompt,
+                    outputs=[
+                        CompletionOutput(
+                            text=piece,
+                            token_ids=[ord(letter) for letter in piece],
+                            finish_reason=reason if is_last else None,
+                        )
+                    ],
+                    finished=is_last,
+                    num_cached_tokens=1,
+                    num_output_tokens=2 * index + len(piece),
+                    times=RequestTimes(arrived_at=0.0),
+                )
+        finally:
+            self.num_running -= 1
+            if not is_finished:
+                self.aborted.set()
+
+
+@dataclass
+class FakeCluster:
+    """A cluster whose state the test writes down."""
+
+    num_ready: int = 1
+    replicas: dict[int, Any] = field(default_factory=lambda: {0: None})
+    stats: dict[int, EngineStats] = field(default_factory=dict)
+
+
+def make_service(
+    engine: FakeEngine | None = None,
+    cluster: FakeCluster | None = None,
+    *,
+    api_key: str | None = None,
+    **changes: Any,
+) -> Service:
+    """A service around the small parts."""
+    cluster = cluster or FakeCluster()
+    values: dict[str, Any] = {
+        "engine": engine or FakeEngine(),
+        "codec": LetterCodec(),
+        "renderer": LineRenderer(),
+        "cluster": cluster,
+        "metrics": ServerMetrics("tiny", lambda: cluster.stats, lambda: cluster.num_ready),
+        "gate": Gate(),
+        "model_name": "tiny",
+        "model_root": "/models/tiny",
+        "created_at": 1700000000,
+        "max_model_len": MAX_MODEL_LEN,
+        "vocab_size": VOCAB_SIZE,
+        "max_prompts": 8,
+        "max_body_bytes": 1 << 20,
+        "api_key": api_key,
+    }
+    return Service(**{**values, **changes})
+
+
+def make_stats(**changes: Any) -> EngineStats:
+    """One replica's report."""
+    values: dict[str, Any] = {
+        "dp_rank": 0,
+        "epoch": 0,
+        "sequence": 1,
+        "reported_at": 0.0,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_prefill_tokens": 0,
+        "kv_usage": 0.0,
+        "num_free_blocks": 9,
+        "num_blocks": 10,
+    }
+    return EngineStats(**{**values, **changes})
