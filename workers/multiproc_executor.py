@@ -167,6 +167,7 @@ class MultiprocExecutor:
             on_phase=self._on_phase,
             on_death=self._on_failure,
         )
+        max_model_len = self._worker_configs[0].model.max_model_len or model.max_position_embeddings
         cache = self._worker_configs[0].cache
         num_blocks = cache.num_blocks or min(report.num_kv_blocks for report in reports)
         try:
@@ -177,7 +178,7 @@ class MultiprocExecutor:
         return ExecutorReport(
             num_kv_blocks=num_blocks,
             block_size=cache.block_size,
-            max_model_len=self._worker_configs[0].model.max_model_len or model.max_position_embeddings,
+            max_model_len=min(max_model_len, model.max_position_embeddings),
             vocab_size=model.vocab_size,
             ranks=reports,
         )

@@ -1,0 +1,108 @@
+"""Frames: what goes in comes out, and anything else is a ProtocolError."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.shm.codec import Frame, FrameDecoder, FrameEncoder, FrameHeader, FrameKind
+from phalanx.shm.errors import ProtocolError, ServingError
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    text: str
+
+
+class Picky(msgspec.Struct, frozen=True, tag="picky"):
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ServingError("must not be negative")
+
+
+Message = Ping | Picky
+
+
+def decoder() -> FrameDecoder[Message]:
+    return FrameDecoder({FrameKind.REQUEST: Message})
+
+
+def encode(header: FrameHeader, message: object, buffers: list[bytes] | None = None) -> bytes:
+    return b"".join(FrameEncoder().encode(header, message, buffers or []))
+
+
+def request(call_id: int = 1) -> FrameHeader:
+    return FrameHeader(epoch=0, call_id=call_id, rank=-1, kind=FrameKind.REQUEST)
+
+
+@given(
+    epoch=st.integers(0, 2**32 - 1),
+    call_id=st.integers(0, 2**64 - 1),
+    rank=st.integers(-(2**15), 2**15 - 1),
+    text=st.text(max_size=50),
+    buffers=st.lists(st.binary(max_size=40), max_size=5),
+)
+def test_a_frame_comes_back_as_it_was(
+    epoch: int, call_id: int, rank: int, text: str, buffers: list[bytes]
+) -> None:
+    header = FrameHeader(epoch=epoch, call_id=call_id, rank=rank, kind=FrameKind.REQUEST)
+
+    frame: Frame[Message] = decoder().decode(memoryview(encode(header, Ping(text), buffers)))
+
+    assert frame.header == header
+    assert frame.message == Ping(text)
+    assert [bytes(buffer) for buffer in frame.buffers] == buffers
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5))
+def test_buffers_are_aligned(sizes: list[int]) -> None:
+    pieces = FrameEncoder().encode(request(), Ping("x"), [bytes(size) for size in sizes])
+
+    position = 0
+    for index, piece in enumerate(pieces):
+        if index >= 2 and index % 2 == 1:
+            assert position % 8 == 0
+        position += len(piece)
+
+
+@given(st.binary(max_size=100))
+def test_arbitrary_bytes_are_a_protocol_error_or_a_frame(data: bytes) -> None:
+    try:
+        assert isinstance(decoder().decode(memoryview(data)), Frame)
+    except ProtocolError:
+        pass
+
+
+@given(st.data())
+def test_a_truncated_frame_is_a_protocol_error(data: st.DataObject) -> None:
+    whole = encode(request(), Ping("some text"), [b"12345", b"123456789"])
+    length = data.draw(st.integers(0, len(whole) - 1))
+
+    with pytest.raises(ProtocolError):
+        decoder().decode(memoryview(whole[:length]))
+
+
+def test_a_kind_that_does_not_belong_here_is_a_protocol_error() -> None:
+    header = FrameHeader(epoch=0, call_id=1, rank=0, kind=FrameKind.REPLY)
+
+    with pytest.raises(ProtocolError, match="REPLY"):
+        decoder().decode(memoryview(encode(header, Ping("x"))))
+
+
+def test_a_message_that_refuses_itself_is_a_protocol_error() -> None:
+    raw = {"type": "picky", "number": -1}
+
+    with pytest.raises(ProtocolError, match="negative"):
+        decoder().decode(memoryview(encode(request(), raw)))
+
+
+@pytest.mark.parametrize("message", [object(), {"x": 2**80}, [Ping("x"), object()]])
+def test_what_cannot_be_encoded_is_a_protocol_error(message: object) -> None:
+    with pytest.raises(ProtocolError, match="cannot be encoded"):
+        encode(request(), message)
+
+
+def test_too_many_buffers_are_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="256 buffers"):
+        encode(request(), Ping("x"), [b""] * 256)
