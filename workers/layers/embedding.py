@@ -68,13 +68,26 @@ class ParallelHead(nn.Module):
         self.span = partition.own.vocab_rows
         self.sizes = partition.vocab_sizes
         self.group = group
-        self.is_tied = tied_to is not None
-        if tied_to is not None:
-            self.weight = tied_to.weight
-        else:
-            self.weight = nn.Parameter(
-                torch.empty(self.span.size, hidden_size, dtype=dtype), requires_grad=False
-            )
+        # Past nn.Module, which would count the embedding as a part of the head. Its parameter is looked up in each
+        # call, because giving memory to a module replaces its parameters.
+        object.__setattr__(self, "_tied_to", tied_to)
+        self.own_weight: nn.Parameter | None = None
+        if tied_to is None:
+            weight = torch.empty(self.span.size, hidden_size, dtype=dtype)
+            self.own_weight = nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def is_tied(self) -> bool:
+        """True when the embedding's parameter is used."""
+        return self.own_weight is None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[rows of this rank, hidden_size], own or the embedding's."""
+        if self.own_weight is not None:
+            return self.own_weight
+        tied_to: VocabParallelEmbedding = self._tied_to
+        return tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.group.all_gather_last_dim(F.linear(hidden, self.weight), self.sizes)
