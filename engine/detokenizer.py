@@ -182,12 +182,12 @@ class Detokenizer:
         self._include_stop = include_stop
         self._text = ""
         self._num_tokens = 0
-        self._is_finished = False
+        self.is_finished = False
 
     @property
     def text(self) -> str:
         """What may be shown: all but the characters that could still become part of a stop string."""
-        if self._is_finished or not self._stops.num_held_characters:
+        if self.is_finished or not self._stops.num_held_characters:
             return self._text
         return self._text[: -self._stops.num_held_characters]
 
@@ -208,7 +208,7 @@ class Detokenizer:
             if self._include_stop:
                 piece = self._decoder.add(last_token_id)
         stop = self._append(piece + self._decoder.flush())
-        self._is_finished = True
+        self.is_finished = True
         return stop
 
     def _append(self, piece: str) -> str | None:
@@ -217,5 +217,5 @@ class Detokenizer:
         if match is None:
             return None
         self._text = self._text[: match.text_length]
-        self._is_finished = True
+        self.is_finished = True
         return match.stop

@@ -72,6 +72,11 @@ class Scheduler:
         """Waiting and running requests."""
         return len(self._requests)
 
+    @property
+    def num_free_places(self) -> int:
+        """Requests that may be added before one is refused because the queue is full."""
+        return max(0, self._config.max_num_waiting - len(self._waiting))
+
     def add_request(self, core_request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Let a request wait. Returns its only output when it ends here: refused, or nothing left to do.
 
@@ -300,5 +305,6 @@ def _refuse(
         attempt=request.attempt,
         finish_reason=FinishReason.ERROR,
         error=error,
+        is_invalid=retry_after_s is None,
         retry_after_s=retry_after_s,
     )

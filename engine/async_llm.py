@@ -1,0 +1,211 @@
+"""AsyncLLM: generate on an event loop; the API server's engine, and a user's own.
+
+    async with await AsyncLLM.launch("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
+        async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text, end="")
+
+Called by: users and launch/server. Everything runs on one event loop; one task takes all outputs and hands them to
+the streams. Leaving an iterator early, or cancelling its task, aborts the request. When the engine is lost every
+stream ends with ReplicaLostError, and so does every later call.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from ..workers.config import DeviceType, DType
+from ..workers.sampling_params import SamplingParams
+from .core_client import CoreClient, ProcessCoreClient
+from .engine_options import make_engine_config
+from .errors import ReplicaLostError, RequestAbortedError, RequestError
+from .input_processor import InputProcessor, Message, ProcessedRequest, Prompt
+from .output_processor import OutputProcessor, RequestStream
+from .outputs import OutputKind, RequestOutput
+
+log = logging.getLogger(__name__)
+
+LONG_PROMPT_CHARACTERS = 20_000
+"""From here on tokenising takes milliseconds, and is done in a thread: other streams go on meanwhile."""
+
+
+class AsyncLLM:
+    """Generates over a `CoreClient`, which may stand for one replica or many.
+
+    client_index: of this front end, as its engine cores know it
+    """
+
+    def __init__(
+        self, core_client: CoreClient, input_processor: InputProcessor, *, client_index: int = 0
+    ) -> None:
+        self._client = core_client
+        self._inputs = input_processor
+        self._client_index = client_index
+        self._outputs = OutputProcessor(input_processor.tokenizer)
+        self._ids = itertools.count()
+        self._task: asyncio.Task[None] | None = None
+        self._error: RequestError | None = None
+
+    @classmethod
+    async def launch(
+        cls,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: DType | str = DType.AUTO,
+        device: DeviceType | str = DeviceType.AUTO,
+        **overrides: Any,
+    ) -> "AsyncLLM":
+        """Start one replica of a model in processes of its own, and connect to it.
+
+        Takes seconds to minutes, off the event loop. Arguments and errors as of `LLM`.
+        """
+        config = await asyncio.to_thread(
+            make_engine_config,
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            device=device,
+            **overrides,
+        )
+        client = await asyncio.to_thread(ProcessCoreClient.launch, config)
+        try:
+            inputs = await asyncio.to_thread(
+                InputProcessor.from_model, config.model, max_model_len=client.report.max_model_len
+            )
+            llm = cls(client, inputs)
+            await llm.start()
+        except BaseException:
+            await client.close()
+            raise
+        return llm
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Tokenizer, chat template, vocabulary and context length."""
+        return self._inputs
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests whose last output has not come."""
+        return self._outputs.num_unfinished_requests
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why nothing more can be generated; None while all is well."""
+        return self._error
+
+    async def start(self) -> None:
+        """Connect and begin to take outputs. Idempotent."""
+        if self._task is None:
+            await self._client.start()
+            self._task = asyncio.create_task(self._dispatch(), name="dispatch engine outputs")
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = OutputKind.DELTA,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs until the request is finished.
+
+        request_id:  unique among the unfinished ones; None: made up here
+        output_kind: DELTA: each output holds what is new since the last; a slow reader gets fewer, larger ones
+        Raises InvalidRequestError or QueueFullError before the first output, ReplicaLostError or
+        RequestAbortedError at any time.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._task is not None, "start() first"
+        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        processed = await self._process(request_id, prompt, sampling_params or SamplingParams())
+        stream = RequestStream(output_kind)
+        self._outputs.add_request(processed, stream=stream, kind=output_kind)
+        is_finished = False
+        try:
+            await self._client.add_request(processed.core_request)
+            while not is_finished:
+                try:
+                    output = await stream.get()
+                except RequestError:
+                    is_finished = True
+                    raise
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                await self.abort(request_id)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = OutputKind.DELTA,
+        **template_variables: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate the next message of a chat, by the model's own template. See `generate`."""
+        prompt = self._inputs.render_chat(messages, **template_variables)
+        outputs = self.generate(prompt, sampling_params, request_id, output_kind=output_kind)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """Forget a request; its iterator, if anyone still reads it, gets nothing more. Unknown ids are ignored."""
+        self._outputs.remove_requests([request_id])
+        try:
+            await self._client.abort_requests([request_id])
+        except RequestError as error:
+            log.debug("abort not delivered request_id=%s error=%s", request_id, error)
+
+    async def close(self) -> None:
+        """End all streams with RequestAbortedError, and the engine if it was started here. Idempotent."""
+        if self._error is None:
+            self._fail(RequestAbortedError("the engine is closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedRequest:
+        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARACTERS:
+            return await asyncio.to_thread(
+                self._inputs.process, request_id, prompt, params, client_index=self._client_index
+            )
+        return self._inputs.process(request_id, prompt, params, client_index=self._client_index)
+
+    async def _dispatch(self) -> None:
+        """Take outputs until the engine is lost or this is cancelled. The body of the one task."""
+        try:
+            while True:
+                result = self._outputs.process(await self._client.get_outputs())
+                if result.abort_request_ids:
+                    await self._client.abort_requests(result.abort_request_ids)
+        except RequestError as error:
+            self._fail(error)
+        except Exception as error:
+            # The top of a task: without it a bug here would leave every stream waiting for ever.
+            log.exception("output task failed")
+            self._fail(ReplicaLostError(f"the front end failed: {error}"))
+
+    def _fail(self, error: RequestError) -> None:
+        self._error = error
+        self._outputs.fail_all(error)

@@ -1,0 +1,173 @@
+"""EngineCore: one replica's loop body: schedule, execute, update.
+
+Called by: core_proc.py in the engine-core process, and `InprocCoreClient` for `LLM`; one thread.
+Invariant: every request that was added ends in exactly one output with a finish reason, or was aborted by its
+client. When a worker dies, `step` raises the executor's ProcessError; the replica is over then.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from ..workers.executor import Executor
+from ..workers.messages import ExecutorReport
+from .config import EngineConfig
+from .kv_cache_manager import KVCacheManager
+from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+OutputsByClient = dict[int, list[EngineCoreOutput]]
+"""What one step made, by client_index."""
+
+
+class EngineCore:
+    """Scheduler and executor of one replica.
+
+    executor: started already; `report` is what its start returned
+    clock:    of `EngineStats.reported_at`
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        report: ExecutorReport,
+        *,
+        dp_rank: int = 0,
+        epoch: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dp_rank = dp_rank
+        self._epoch = epoch
+        self._clock = clock
+        self._executor = executor
+        self._scheduler = Scheduler(
+            config.scheduler,
+            KVCacheManager(
+                num_blocks=report.num_kv_blocks,
+                block_size=report.block_size,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+            ),
+            max_model_len=report.max_model_len,
+        )
+        self.report = msgspec.structs.replace(report, max_model_len=self._scheduler.max_model_len)
+        """The executor's report, with max_model_len lowered to what the KV cache holds."""
+        if self.report.max_model_len < report.max_model_len:
+            log.warning(
+                "kv cache holds less than the context length max_model_len=%d kv_cache_tokens=%d",
+                report.max_model_len,
+                self.report.max_model_len,
+            )
+        self._clients: dict[str, int] = {}
+        self._pending: OutputsByClient = {}
+        self._num_reports = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has something to compute or to hand over."""
+        return bool(self._pending) or self._scheduler.num_unfinished_requests > 0
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Waiting and running requests."""
+        return self._scheduler.num_unfinished_requests
+
+    @property
+    def num_free_places(self) -> int:
+        """Requests that may be added before one is refused because the queue is full."""
+        return self._scheduler.num_free_places
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Take a request. One that is refused gets its output from the next `step`."""
+        output = self._scheduler.add_request(request)
+        if output is None:
+            # Not always this request: one that is known already stays as it is.
+            known = self._scheduler.get_request(request.request_id)
+            assert known is not None
+            self._clients[request.request_id] = known.client_index
+        else:
+            if self._scheduler.get_request(request.request_id) is None:
+                self._clients.pop(request.request_id, None)
+            self._pending.setdefault(request.client_index, []).append(output)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget requests at once; nothing is answered. Unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self._scheduler.abort_requests(request_ids)
+        for request_id in request_ids:
+            self._clients.pop(request_id, None)
+
+    def abort_client(self, client_index: int) -> int:
+        """Forget all requests of a front end that is gone. Returns how many there were."""
+        request_ids = self._scheduler.get_request_ids(client_index)
+        self.abort_requests(request_ids)
+        self._pending.pop(client_index, None)
+        return len(request_ids)
+
+    def abort_all(self) -> OutputsByClient:
+        """End all requests with finish_reason ABORT; returns these outputs. For a stop."""
+        outputs, self._pending = self._pending, {}
+        for request_id in self._scheduler.get_request_ids():
+            request = self._scheduler.get_request(request_id)
+            assert request is not None
+            output = EngineCoreOutput(
+                request_id=request_id, attempt=request.attempt, finish_reason=FinishReason.ABORT
+            )
+            outputs.setdefault(request.client_index, []).append(output)
+            self.abort_requests([request_id])
+        return outputs
+
+    def step(self) -> OutputsByClient:
+        """Compute one step, if there is anything to compute, and return all outputs by client.
+
+        Blocks for the length of the step, at most the executor's step timeout.
+        Raises ProcessError when a worker died or failed; the KV cache cannot be trusted any more.
+        """
+        outputs, self._pending = self._pending, {}
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            assert self._scheduler.num_unfinished_requests == 0, "requests that nothing advances"
+            return outputs
+        result = self._executor.execute_model(scheduled)
+        for output in self._scheduler.update_from_output(scheduled, result):
+            is_finished = output.finish_reason is not None
+            client_index = (self._clients.pop if is_finished else self._clients.__getitem__)(
+                output.request_id
+            )
+            outputs.setdefault(client_index, []).append(output)
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Report load and counters, with the next sequence number. O(requests)."""
+        self._num_reports += 1
+        stats = self._scheduler.stats()
+        return EngineStats(
+            dp_rank=self._dp_rank,
+            epoch=self._epoch,
+            sequence=self._num_reports,
+            reported_at=self._clock(),
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running,
+            num_prefill_tokens=stats.num_prefill_tokens,
+            kv_usage=stats.kv_usage,
+            num_free_blocks=stats.num_free_blocks,
+            num_blocks=stats.num_blocks,
+            num_steps=stats.num_steps,
+            num_preemptions=stats.num_preemptions,
+            prefix_queried_tokens=stats.prefix_queried_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            num_prefill_tokens_total=stats.num_prefill_tokens_total,
+            num_output_tokens_total=stats.num_output_tokens_total,
+        )
+
+    def close(self, *, reason: str) -> None:
+        """End the executor and its workers. Bounded by the executor, idempotent."""
+        self._executor.close(reason=reason)

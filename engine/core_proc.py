@@ -1,0 +1,247 @@
+"""The engine-core process of one replica: starts the workers, serves front ends, stops.
+
+Called by: shm/child.py, as the target of a `ChildProcess`; the parent is the supervisor, or `ProcessCoreClient`.
+The main thread runs the loop: take what came in, compute one step, hand the outputs over. With nothing to do it
+sleeps on its inbox, which front ends, the signal handler and the executor's death watch all ring.
+
+When a worker dies or fails in a step: the reason goes to the parent, and the process ends with WORKER_LOST; its
+front ends learn of it from whoever watches the process. When the parent dies: the lifeline ends this process.
+A stop aborts what still runs: draining is up to the front ends, which admit nothing and wait before.
+"""
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import assert_never
+
+import msgspec
+
+from ..shm.child_context import ChildContext
+from ..shm.errors import ProcessError
+from ..shm.exit_codes import ExitCode
+from ..shm.status_board import StatusBoard
+from ..workers.executor import Executor, create_executor
+from ..workers.messages import ExecutorReport
+from .config import EngineConfig
+from .core import EngineCore, OutputsByClient
+from .core_io import (
+    ClientLost,
+    ClientOutputs,
+    CoreInput,
+    CoreOutput,
+    ExecutorFailed,
+    Inbox,
+    InboxItem,
+    StopRequested,
+)
+from .messages import AbortRequests, ClientHello, EngineCoreOutputs, EngineCoreRequest
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.05
+"""Between two reports while something changes."""
+STATS_INTERVAL_AT_REST_S = 2.0
+"""Between two reports while nothing does: a coordinator that was restarted learns of us from the next one."""
+
+
+class EngineCoreArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine-core process is told.
+
+    input_address:    where it binds, for front ends to send to
+    stats_address:    where it sends `EngineStats`; None: nowhere
+    device_indices:   GPUs of its ranks, consecutive; ignored on CPU
+    board_fd:         the status board, inherited under this number; its ranks use the slots from
+                      first_board_slot on, of num_board_slots in all
+    """
+
+    config: EngineConfig
+    dp_rank: int
+    epoch: int
+    input_address: str
+    stats_address: str | None
+    device_indices: list[int]
+    board_fd: int | None = None
+    num_board_slots: int = 0
+    first_board_slot: int = 0
+
+
+class EngineCoreReady(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine-core process says when it serves. report.max_model_len: what the KV cache holds at most."""
+
+    report: ExecutorReport
+    pid: int
+
+
+MakeExecutor = Callable[
+    [EngineCoreArgs, Callable[[int, str], None], Callable[[ProcessError], None]], Executor
+]
+"""(arguments, on_phase, on_failure) -> an executor that is not started yet."""
+
+
+def main(context: ChildContext) -> int:
+    """Run an engine core on real workers."""
+    return run_engine_core(context, _make_multiproc_executor)
+
+
+def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
+    """Start, serve until stopped, and return the exit code.
+
+    Raises StartupError or ConfigError when the workers do not come up; nothing is left running then.
+    """
+    args = msgspec.msgpack.decode(context.args, type=EngineCoreArgs)
+    inbox: Inbox = SimpleQueue()
+
+    def on_phase(tp_rank: int, phase: str) -> None:
+        context.progress(f"tp{tp_rank} {phase}")
+
+    def on_failure(error: ProcessError) -> None:
+        inbox.put(ExecutorFailed(error))
+
+    core_input = CoreInput(args.input_address, inbox)
+    core_output = CoreOutput(args.stats_address, inbox)
+    executor = make_executor(args, on_phase, on_failure)
+    reason = "start failed"
+    try:
+        report = executor.start()
+        core = EngineCore(args.config, executor, report, dp_rank=args.dp_rank, epoch=args.epoch)
+        core_input.start()
+        core_output.start()
+        context.on_stop(lambda: inbox.put(StopRequested()))
+        context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
+        log.info("engine core ready dp_rank=%d kv_blocks=%d", args.dp_rank, core.report.num_kv_blocks)
+        EngineCoreLoop(core, inbox, core_output, dp_rank=args.dp_rank, epoch=args.epoch).run()
+        reason = "stop requested"
+        return ExitCode.OK
+    except ProcessError as error:
+        reason = str(error)
+        if not context.is_ready:
+            raise
+        # The exit code and this sentence are all that the supervisor needs to judge the replica.
+        context.failed(reason, "".join(traceback.format_exception(error)))
+        log.error("engine core ends dp_rank=%d reason=%s", args.dp_rank, reason)
+        return ExitCode.WORKER_LOST
+    finally:
+        core_input.close()
+        core_output.close()
+        executor.close(reason=reason)
+
+
+class EngineCoreLoop:
+    """The main thread's loop. `run` returns after a stop, and raises ProcessError when the replica is lost."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: Inbox,
+        output: CoreOutput,
+        *,
+        dp_rank: int,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._output = output
+        self._dp_rank = dp_rank
+        self._epoch = epoch
+        self._clock = clock
+        self._incarnations: dict[int, int] = {}
+        self._is_stopping = False
+        self._has_changed = True
+        self._reported_at = -STATS_INTERVAL_AT_REST_S
+
+    def run(self) -> None:
+        """Serve until a stop is requested; then abort what is left and hand over the last outputs."""
+        while not self._is_stopping:
+            self._report_stats()
+            self._take_inbox()
+            if self._core.has_work and not self._is_stopping:
+                self._has_changed = True
+                self._hand_over(self._core.step())
+        log.info(
+            "engine core stops dp_rank=%d unfinished=%d", self._dp_rank, self._core.num_unfinished_requests
+        )
+        self._hand_over(self._core.abort_all())
+
+    def _take_inbox(self) -> None:
+        """Handle all that has come in; wait for it when there is nothing to compute."""
+        try:
+            if self._core.has_work:
+                self._handle(self._inbox.get_nowait())
+            else:
+                self._handle(self._inbox.get(timeout=max(0.0, self._next_report_at() - self._clock())))
+            while True:
+                self._handle(self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _handle(self, item: InboxItem) -> None:
+        self._has_changed = True
+        match item:
+            case EngineCoreRequest():
+                self._core.add_request(item)
+            case AbortRequests():
+                self._core.abort_requests(item.request_ids)
+            case ClientHello():
+                self._greet(item)
+            case ClientLost():
+                self._core.abort_client(item.client_index)
+            case StopRequested():
+                self._is_stopping = True
+            case ExecutorFailed():
+                raise item.error
+            case _:
+                assert_never(item)
+
+    def _greet(self, hello: ClientHello) -> None:
+        """Connect a front end; an earlier incarnation of it is gone, and so are its requests."""
+        known = self._incarnations.get(hello.client_index)
+        if known is not None and hello.incarnation < known:
+            return
+        if known is not None and hello.incarnation > known:
+            num_aborted = self._core.abort_client(hello.client_index)
+            log.info("front end restarted client_index=%d aborted=%d", hello.client_index, num_aborted)
+        self._incarnations[hello.client_index] = hello.incarnation
+        self._output.put(hello)
+
+    def _hand_over(self, outputs: OutputsByClient) -> None:
+        for client_index, client_outputs in outputs.items():
+            message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, outputs=client_outputs)
+            self._output.put(ClientOutputs(client_index=client_index, outputs=message))
+
+    def _next_report_at(self) -> float:
+        return self._reported_at + (STATS_INTERVAL_S if self._has_changed else STATS_INTERVAL_AT_REST_S)
+
+    def _report_stats(self) -> None:
+        now = self._clock()
+        if now >= self._next_report_at():
+            self._reported_at = now
+            self._has_changed = False
+            self._output.put(self._core.stats())
+
+
+def _make_multiproc_executor(
+    args: EngineCoreArgs,
+    on_phase: Callable[[int, str], None],
+    on_failure: Callable[[ProcessError], None],
+) -> Executor:
+    config = args.config
+    board = StatusBoard.attach(args.board_fd, args.num_board_slots) if args.board_fd is not None else None
+    return create_executor(
+        model=config.model,
+        cache=config.cache,
+        parallel=config.parallel,
+        executor=config.executor,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        first_device_index=args.device_indices[0] if args.device_indices else 0,
+        role_prefix=f"dp{args.dp_rank}",
+        epoch=args.epoch,
+        board=board,
+        first_slot=args.first_board_slot,
+        on_phase=on_phase,
+        on_failure=on_failure,
+    )

@@ -1,0 +1,69 @@
+"""Keyword arguments of `LLM` and `AsyncLLM.launch` to an `EngineConfig`.
+
+Called by: llm.py and async_llm.py, in the user's process. Every field of every section can be given by its own
+name; no two sections have a field of one name (a test keeps it so).
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..shm.errors import ConfigError
+from ..workers.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
+from .config import EngineConfig, SchedulerConfig
+
+SECTIONS = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "parallel": ParallelConfig,
+    "executor": ExecutorConfig,
+    "scheduler": SchedulerConfig,
+}
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+
+
+def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
+    """Build the configuration of one replica.
+
+    model:     a folder, or a name on the Hugging Face hub
+    overrides: fields of the sections by their own names (tensor_parallel_size=2, num_blocks=100)
+    Raises ConfigError that names the field; an unknown one lists those that are known.
+    """
+    homes = {field.name: section for section, kind in SECTIONS.items() for field in fields(kind)}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    values["model"]["path"] = str(find_model_folder(model))
+    for name, value in overrides.items():
+        if name not in homes or name == "path":
+            known = ", ".join(sorted(homes.keys() - {"path"}))
+            raise ConfigError(name, f"is not a setting; known are {known}")
+        values[homes[name]][name] = value
+    sections = {section: _convert(section, values[section]) for section in SECTIONS}
+    return EngineConfig(**sections)
+
+
+def find_model_folder(model: str | Path) -> Path:
+    """Turn a folder or a hub name into a folder; may download. Raises ConfigError (field "model")."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    # Imported here: a model that is a local folder, the usual case, does not need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=MODEL_FILES))
+    except (OSError, ValueError) as error:  # the library's errors derive from these two
+        problem = str(error).partition("\n")[0]
+        raise ConfigError(
+            "model", f"{str(model)!r} is neither a folder nor to be had from the hub: {problem}"
+        ) from None
+
+
+def _convert(section: str, values: dict[str, Any]) -> Any:
+    try:
+        return msgspec.convert(values, SECTIONS[section])
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        raise ConfigError(f"{section}.{name}" if name else section, problem) from None

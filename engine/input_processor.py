@@ -1,0 +1,166 @@
+"""From what a user sends to an `EngineCoreRequest`: checked, tokenised, complete.
+
+Called by: `LLM` and `AsyncLLM`, in the front end. After this point nothing about a request can be refused for
+its contents; an engine core never raises for one request's parameters.
+Thread: `process` may be called from any thread.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..workers.config import ModelConfig
+from ..workers.sampling_params import SamplingParams
+from ..workers.transformer_config import read_transformer_config
+from .chat_template import ChatTemplate
+from .errors import InvalidRequestError
+from .messages import EngineCoreRequest
+from .tokenizer import Tokenizer, load_tokenizer
+
+MAX_CHARACTERS_PER_TOKEN = 512
+"""More than the longest token of any tokenizer in use (runs of spaces or dashes are the longest, at about 128)."""
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""One message of a chat: role, content, and what the template knows beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRequest:
+    """A request for an engine core, and the text that it came from (None: it came as tokens)."""
+
+    core_request: EngineCoreRequest
+    prompt: str | None
+
+
+class InputProcessor:
+    """Knows the model's tokenizer, chat template, vocabulary and context length.
+
+    eos_token_ids: the model's end-of-sequence tokens
+    max_model_len: longest prompt plus output in tokens
+    vocab_size:    of the model; the tokenizer may know fewer ids
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        self.eos_token_ids = tuple(token_id for token_id in dict.fromkeys(eos) if token_id < vocab_size)
+        self._clock = clock
+
+    @classmethod
+    def from_model(cls, model: ModelConfig, *, max_model_len: int | None = None) -> "InputProcessor":
+        """Read what is needed from the model's folder.
+
+        max_model_len: what the engine cores reported; None: the setting, else what the model was trained for
+        Raises ConfigError when the folder lacks something.
+        """
+        config = read_transformer_config(model.path)
+        return cls(
+            load_tokenizer(model.path),
+            eos_token_ids=config.eos_token_ids,
+            max_model_len=max_model_len or model.max_model_len or config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+        )
+
+    def render_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Turn a chat into prompt tokens. The template writes all special tokens itself.
+
+        variables: of the template, `add_generation_prompt` and `tools` among them
+        Raises InvalidRequestError.
+        """
+        return self.tokenizer.encode(
+            self.chat_template.render(messages, **variables), add_special_tokens=False
+        )
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        client_index: int = 0,
+        arrived_at: float | None = None,
+    ) -> ProcessedRequest:
+        """Check and complete one request.
+
+        Raises InvalidRequestError that names the field at fault.
+        """
+        if isinstance(prompt, str):
+            # No tokenizer makes fewer tokens than this; text far beyond the context is not worth encoding.
+            if len(prompt) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+                raise self._too_long(f"{len(prompt)} characters")
+            text, prompt_token_ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, prompt_token_ids = None, list(prompt)
+            self._check_token_ids(prompt_token_ids)
+        num_prompt_tokens = len(prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise InvalidRequestError("the prompt is empty", field="prompt")
+        if num_prompt_tokens >= self.max_model_len:
+            raise self._too_long(f"{num_prompt_tokens} tokens")
+        core_request = EngineCoreRequest(
+            request_id=request_id,
+            client_index=client_index,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=self._complete(params, num_prompt_tokens),
+            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            seed=params.seed if params.seed is not None else random.getrandbits(63),
+            arrived_at=self._clock() if arrived_at is None else arrived_at,
+        )
+        return ProcessedRequest(core_request=core_request, prompt=text)
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        budget = self.max_model_len - num_prompt_tokens
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids holds {token_id}, but the vocabulary ends at {self.vocab_size - 1}",
+                    field="stop_token_ids",
+                )
+        if params.max_tokens is not None:
+            if params.max_tokens > budget:
+                raise InvalidRequestError(
+                    f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}; together "
+                    f"they must not exceed the context length of {self.max_model_len} tokens",
+                    field="max_tokens",
+                )
+            return params
+        if params.min_tokens > budget:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the context has room for {budget} more tokens",
+                field="min_tokens",
+            )
+        return msgspec.structs.replace(params, max_tokens=budget)
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise InvalidRequestError("the prompt must be text or a list of token ids", field="prompt")
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt holds token id {token_id}; ids are 0 to {self.vocab_size - 1}",
+                    field="prompt",
+                )
+
+    def _too_long(self, length: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the prompt has {length}; with at least one output token it must fit the context length of "
+            f"{self.max_model_len} tokens",
+            field="prompt",
+        )

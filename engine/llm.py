@@ -1,0 +1,208 @@
+"""LLM: generate from a script or a notebook, without a server.
+
+    with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+Called by: users. The scheduler runs in the caller's thread; with one rank so does the model, with more each rank
+is a process. No `if __name__ == "__main__"` is needed: children never run the caller's file.
+One thread at a time. When a worker dies, `generate` raises ReplicaLostError, and this LLM is of no more use.
+"""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..workers.config import DeviceType, DType
+from ..workers.executor import Executor, create_executor
+from ..workers.sampling_params import SamplingParams
+from .config import EngineConfig
+from .core import EngineCore
+from .core_client import InprocCoreClient
+from .engine_options import make_engine_config
+from .input_processor import InputProcessor, Message, Prompt
+from .output_processor import OutputProcessor
+from .outputs import RequestOutput
+from .tokenizer import Tokenizer
+
+
+class LLM:
+    """One replica of a model, for batches.
+
+    model:     a folder, or a name on the Hugging Face hub
+    overrides: any setting of the engine by its name (max_model_len=2048, num_blocks=100)
+    Loading takes place here: it may take minutes. Raises ConfigError or StartupError.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: DType | str = DType.AUTO,
+        device: DeviceType | str = DeviceType.AUTO,
+        **overrides: Any,
+    ) -> None:
+        config = make_engine_config(
+            model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, device=device, **overrides
+        )
+        executor = _create_executor(config)
+        report = executor.start()
+        try:
+            core = EngineCore(config, executor, report)
+            self._inputs = InputProcessor.from_model(config.model, max_model_len=core.report.max_model_len)
+        except BaseException:
+            executor.close(reason="start failed")
+            raise
+        self.report = core.report
+        """What the ranks said when they were ready."""
+        self._client = InprocCoreClient(core)
+        self._outputs = OutputProcessor(self._inputs.tokenizer)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._inputs.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; outputs are in the order of the prompts.
+
+        sampling_params: one for all, or one for each
+        show_progress:   None: when standard error is a terminal and there is more than one prompt
+        Raises InvalidRequestError when any prompt or parameter is wrong; nothing was computed then.
+        """
+        listed: list[Prompt] = _as_list(prompts)
+        params = _match_params(sampling_params, len(listed))
+        processed = [
+            self._inputs.process(str(next(self._ids)), prompt, one)
+            for prompt, one in zip(listed, params, strict=True)
+        ]
+        request_ids = [request.core_request.request_id for request in processed]
+        finished: dict[str, RequestOutput] = {}
+        if show_progress is None:
+            show_progress = len(listed) > 1 and sys.stderr.isatty()
+        try:
+            for request in processed:
+                self._outputs.add_request(request)
+            with _ProgressBar(len(listed), is_shown=show_progress) as bar:
+                waiting = iter(processed)
+                while len(finished) < len(processed):
+                    # The engine's queue is bounded; what does not fit yet waits here.
+                    for request in itertools.islice(waiting, self._client.num_free_places):
+                        self._client.add_request(request.core_request)
+                    assert self._client.has_work, "requests that the engine does not know"
+                    result = self._outputs.process(self._client.get_outputs())
+                    self._client.abort_requests(result.abort_request_ids)
+                    for error in result.errors.values():
+                        raise error
+                    for output in result.outputs:
+                        finished[output.request_id] = output
+                        bar.advance(output.num_output_tokens)
+        finally:
+            # After an error or Ctrl-C nothing of this call may run on into the next one.
+            left = [request_id for request_id in request_ids if request_id not in finished]
+            self._outputs.remove_requests(left)
+            self._client.abort_requests(left)
+        return [finished[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one chat or of many, by the model's own template."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self._inputs.render_chat(chat, **template_variables) for chat in chats]
+        return self.generate(prompts, sampling_params, show_progress=show_progress)
+
+    def close(self) -> None:
+        """Free the model and end its processes. Idempotent."""
+        self._client.close(reason="closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _ProgressBar:
+    """Requests done and output tokens per second, on standard error."""
+
+    def __init__(self, num_requests: int, *, is_shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[tokens_per_s]:.0f} tokens/s"),
+            disable=not is_shown,
+        )
+        self._task = self._progress.add_task("requests", total=num_requests, tokens_per_s=0.0)
+        self._num_tokens = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, num_tokens: int) -> None:
+        """Count one finished request."""
+        self._num_tokens += num_tokens
+        elapsed_s = self._progress.tasks[0].elapsed or 0.0
+        rate = self._num_tokens / elapsed_s if elapsed_s > 0 else 0.0
+        self._progress.update(self._task, advance=1, tokens_per_s=rate)
+
+
+def _create_executor(config: EngineConfig) -> Executor:
+    return create_executor(
+        model=config.model,
+        cache=config.cache,
+        parallel=config.parallel,
+        executor=config.executor,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        in_process=config.parallel.tensor_parallel_size == 1,
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: text and a flat list of ids are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _match_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if len(sampling_params) != num_prompts:
+        raise ValueError(f"{len(sampling_params)} sampling_params for {num_prompts} prompts")
+    return list(sampling_params)

@@ -1,0 +1,263 @@
+"""From `EngineCoreOutput` to `RequestOutput`: text, stop strings, streams and latencies.
+
+Called by: `LLM` (one thread) and `AsyncLLM` (its event loop). Owner of every request's state in the front end.
+Invariants: outputs of an older attempt, and of requests that are gone, are dropped; after a finished output a
+request is forgotten. A stream that nobody reads holds one output, into which later ones are merged.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .detokenizer import Detokenizer
+from .errors import (
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaLostError,
+    RequestAbortedError,
+    RequestError,
+)
+from .input_processor import ProcessedRequest
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .outputs import CompletionOutput, OutputKind, RequestOutput, RequestTimes, merge_deltas
+from .tokenizer import Tokenizer
+
+
+class RequestStream:
+    """What one reader of one request waits on. Event loop only.
+
+    Holds one output at most: deltas are merged, a cumulative output replaces the one before. So a reader that
+    is slow costs the memory of its output, and no more.
+    """
+
+    def __init__(self, kind: OutputKind) -> None:
+        self._kind = kind
+        self._output: RequestOutput | None = None
+        self._error: RequestError | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Hand over the next output; never blocks."""
+        if self._output is not None and self._kind is OutputKind.DELTA:
+            output = merge_deltas(self._output, output)
+        self._output = output
+        self._has_news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with an error, after what was put before."""
+        self._error = error
+        self._has_news.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Raises the error that ended the stream."""
+        await self._has_news.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._has_news.clear()
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedOutputs:
+    """What a batch of engine outputs came to.
+
+    outputs:           of requests without a stream
+    errors:            of requests without a stream, by request_id
+    abort_request_ids: requests that ended here, by a stop string, and go on in the engine
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    errors: dict[str, RequestError] = field(default_factory=dict)
+    abort_request_ids: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """All unfinished requests of one front end.
+
+    clock: of `RequestTimes`
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._states: dict[str, _RequestState] = {}
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests whose last output has not come."""
+        return len(self._states)
+
+    def get_request_ids(self) -> list[str]:
+        """Name the unfinished requests."""
+        return list(self._states)
+
+    def add_request(
+        self,
+        processed: ProcessedRequest,
+        *,
+        stream: RequestStream | None = None,
+        kind: OutputKind = OutputKind.CUMULATIVE,
+    ) -> None:
+        """Expect outputs for a request. Without a stream only its final output is made.
+
+        Raises InvalidRequestError when a request of that id is unfinished.
+        """
+        request = processed.core_request
+        if request.request_id in self._states:
+            raise InvalidRequestError(
+                f"a request with the id {request.request_id!r} is running", field="request_id"
+            )
+        self._states[request.request_id] = _RequestState(self._tokenizer, processed, stream, kind)
+
+    def remove_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose reader has left. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End all streams with an error, and forget all requests."""
+        for state in self._states.values():
+            if state.stream is not None:
+                state.stream.fail(error)
+        self._states.clear()
+
+    def process(self, core_outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+        """Take what the engine made; streams get theirs at once."""
+        result = ProcessedOutputs()
+        now = self._clock()
+        for core_output in core_outputs:
+            request_id = core_output.request_id
+            state = self._states.get(request_id)
+            if state is None or core_output.attempt != state.request.attempt:
+                continue
+            if core_output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                del self._states[request_id]
+                error = _to_error(core_output)
+                if state.stream is None:
+                    result.errors[request_id] = error
+                else:
+                    state.stream.fail(error)
+                continue
+            output = state.update(core_output, now)
+            if state.finish_reason is not None:
+                del self._states[request_id]
+                if core_output.finish_reason is None:
+                    result.abort_request_ids.append(request_id)
+            if output is None:
+                continue
+            if state.stream is None:
+                result.outputs.append(output)
+            else:
+                state.stream.put(output)
+        return result
+
+
+class _RequestState:
+    """One request: tokens, text and times so far. Owner: OutputProcessor."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        processed: ProcessedRequest,
+        stream: RequestStream | None,
+        kind: OutputKind,
+    ) -> None:
+        self.request: EngineCoreRequest = processed.core_request
+        self.stream = stream
+        self.finish_reason: FinishReason | None = None
+        self._prompt = processed.prompt
+        self._kind = kind
+        self._stop_reason: int | str | None = None
+        self._token_ids: list[int] = []
+        self._num_shown_characters = 0
+        self._num_shown_tokens = 0
+        self._num_cached_tokens = 0
+        self._first_token_at: float | None = None
+        params = self.request.sampling_params
+        self._detokenizer: Detokenizer | None = None
+        if params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                self.request.prompt_token_ids,
+                stops=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+
+    def update(self, core_output: EngineCoreOutput, now: float) -> RequestOutput | None:
+        """Take new tokens. Returns what the reader gets: always something for streams, else only at the end."""
+        self._num_cached_tokens = max(self._num_cached_tokens, core_output.num_cached_tokens)
+        if core_output.new_token_ids and self._first_token_at is None:
+            self._first_token_at = now
+        self._append(core_output)
+        if self.finish_reason is None and self.stream is None:
+            return None
+        return self._make_output(now)
+
+    def _append(self, core_output: EngineCoreOutput) -> None:
+        """Go token by token, so that the first end that comes is the one that counts."""
+        last = len(core_output.new_token_ids) - 1
+        for index, token_id in enumerate(core_output.new_token_ids):
+            self._token_ids.append(token_id)
+            is_end_token = index == last and core_output.finish_reason is FinishReason.STOP
+            stop = None
+            if self._detokenizer is not None:
+                stop = self._detokenizer.finish(token_id) if is_end_token else self._detokenizer.add(token_id)
+            if stop is not None:
+                self.finish_reason, self._stop_reason = FinishReason.STOP, stop
+                return
+        if core_output.finish_reason is None:
+            return
+        self.finish_reason, self._stop_reason = core_output.finish_reason, core_output.stop_reason
+        if self._detokenizer is not None and not self._detokenizer.is_finished:
+            stop = self._detokenizer.finish()
+            if stop is not None:
+                self.finish_reason, self._stop_reason = FinishReason.STOP, stop
+
+    def _make_output(self, now: float) -> RequestOutput:
+        text = self._detokenizer.text if self._detokenizer is not None else ""
+        if self._kind is OutputKind.DELTA:
+            new_text, new_token_ids = (
+                text[self._num_shown_characters :],
+                self._token_ids[self._num_shown_tokens :],
+            )
+            self._num_shown_characters, self._num_shown_tokens = len(text), len(self._token_ids)
+        else:
+            new_text, new_token_ids = text, list(self._token_ids)
+        completion = CompletionOutput(
+            text=new_text,
+            token_ids=new_token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        is_finished = self.finish_reason is not None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion],
+            finished=is_finished,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=len(self._token_ids),
+            times=RequestTimes(
+                arrived_at=self.request.arrived_at,
+                first_token_at=self._first_token_at,
+                finished_at=now if is_finished else None,
+            ),
+        )
+
+
+def _to_error(core_output: EngineCoreOutput) -> RequestError:
+    message = core_output.error or "the request was ended"
+    if core_output.finish_reason is FinishReason.ABORT:
+        return RequestAbortedError("the request was aborted: the engine stops")
+    if core_output.retry_after_s is not None:
+        return QueueFullError(core_output.retry_after_s)
+    if core_output.is_invalid:
+        return InvalidRequestError(message)
+    return ReplicaLostError(message)

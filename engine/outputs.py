@@ -1,0 +1,71 @@
+"""What a user gets back: RequestOutput and CompletionOutput. Frozen values.
+
+Called by: OutputProcessor builds them; `LLM`, `AsyncLLM` and the API server hand them on.
+Instants are `time.monotonic()` of this host.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from .messages import FinishReason
+
+
+class OutputKind(StrEnum):
+    """What each output of a stream holds."""
+
+    DELTA = "delta"
+    """What is new since the last one."""
+    CUMULATIVE = "cumulative"
+    """Everything so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """When what happened. first_token_at, finished_at: None until then."""
+
+    arrived_at: float
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """The output of one request, or what is new of it.
+
+    token_ids:     all tokens, the one that ended the output included
+    text:          without the text of end tokens and stop strings, unless they were asked for
+    finish_reason: None while it runs
+    stop_reason:   the client's stop token or stop string that ended it
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One request and its output.
+
+    prompt:            its text; None when it came as tokens
+    num_cached_tokens: prompt tokens that the prefix cache gave
+    num_output_tokens: in all, also when `outputs` holds what is new only
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    num_output_tokens: int
+    times: RequestTimes
+
+
+def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """Make one output of two that follow each other, both of kind DELTA."""
+    (first,), (second,) = earlier.outputs, later.outputs
+    merged = replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids)
+    return replace(later, outputs=[merged])
