@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
-
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.messages import EngineStats, FinishReason
+from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
 from phalanx.launch.metrics import ServerMetrics
 from phalanx.launch.server.service import Gate, Service
 from phalanx.workers.sampling_params import SamplingParams
