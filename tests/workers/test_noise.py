@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from phalanx.workers.noise import MAX_GUMBEL, gumbel_noise, gumbel_rows, philox
 
 ONES = 0xFFFFFFFF

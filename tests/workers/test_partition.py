@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.partition import Span, make_partition
 from phalanx.workers.transformer_config import TransformerConfig

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from phalanx.workers.noise import gumbel_rows
 from phalanx.workers.sampler import SamplingBatch, _thresholds, sample
 
