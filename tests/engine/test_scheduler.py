@@ -93,6 +93,7 @@ def test_a_request_that_does_not_fit_an_empty_cache_is_refused():
     assert output.finish_reason is FinishReason.ERROR
     assert output.error is not None
     assert "16 tokens" in output.error
+    assert output.is_invalid
     assert output.retry_after_s is None
 
 

@@ -1,0 +1,120 @@
+"""EngineCore over a fake executor, without sockets."""
+
+from phalanx.engine.core import EngineCore
+from phalanx.engine.messages import FinishReason
+from support.engine import make_engine_config, make_report, make_request, simulate
+from support.engine_children import FakeExecutor
+
+
+def make_core(*, num_blocks=64, **scheduler):
+    executor = FakeExecutor(num_blocks=num_blocks)
+    return EngineCore(make_engine_config(**scheduler), executor, executor.start()), executor
+
+
+def run(core):
+    outputs = {}
+    while core.has_work:
+        for client_index, client_outputs in core.step().items():
+            outputs.setdefault(client_index, []).extend(client_outputs)
+    return outputs
+
+
+def test_outputs_go_to_the_client_that_asked():
+    core, _ = make_core()
+    core.add_request(make_request("a", client_index=1, max_tokens=3))
+    core.add_request(make_request("b", client_index=2, max_tokens=2))
+
+    outputs = run(core)
+
+    assert {index: {output.request_id for output in made} for index, made in outputs.items()} == {
+        1: {"a"},
+        2: {"b"},
+    }
+    assert outputs[1][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_refused_request_is_answered_by_the_next_step():
+    core, executor = make_core(max_num_waiting=1)
+    core.add_request(make_request("a"))
+    core.add_request(make_request("b", client_index=3))
+    core.abort_requests(["a"])
+
+    outputs = core.step()
+
+    assert [output.request_id for output in outputs[3]] == ["b"]
+    assert executor.num_steps == 0
+    assert not core.has_work
+
+
+def test_a_client_that_is_gone_takes_its_requests_along():
+    core, _ = make_core()
+    core.add_request(make_request("a", client_index=1))
+    core.add_request(make_request("b", client_index=2, max_tokens=2))
+    core.step()
+
+    assert core.abort_client(1) == 1
+
+    assert set(run(core)) == {2}
+    assert core.stats().num_free_blocks == 63
+
+
+def test_a_stop_ends_every_request_with_an_output():
+    core, _ = make_core(max_num_seqs=1)
+    for request_id in ("a", "b"):
+        core.add_request(make_request(request_id, max_tokens=20))
+    core.step()
+
+    outputs = core.abort_all()
+
+    assert [(output.request_id, output.finish_reason) for output in outputs[0]] == [
+        ("a", FinishReason.ABORT),
+        ("b", FinishReason.ABORT),
+    ]
+    assert not core.has_work
+    assert core.stats().kv_usage == 0.0
+
+
+def test_a_request_that_is_known_stays_as_it_is():
+    core, _ = make_core()
+    core.add_request(make_request("a", client_index=1, max_tokens=3))
+    core.add_request(make_request("a", client_index=2, max_tokens=3))
+
+    outputs = run(core)
+
+    assert set(outputs) == {1}
+    assert [output.new_token_ids[0] for output in outputs[1]] == simulate(make_request("a", max_tokens=3))
+
+
+def test_a_newer_attempt_replaces_an_older_one():
+    core, _ = make_core()
+    whole = simulate(make_request("a", max_tokens=6))
+    core.add_request(make_request("a", max_tokens=6))
+    core.step()
+
+    core.add_request(make_request("a", max_tokens=6, attempt=1, output_token_ids=whole[:2]))
+
+    outputs = run(core)[0]
+    assert [output.new_token_ids[0] for output in outputs] == whole[2:]
+    assert {output.attempt for output in outputs} == {1}
+
+
+def test_the_report_says_what_the_cache_holds():
+    executor = FakeExecutor()
+    report = make_report(num_blocks=5, block_size=4, max_model_len=1000)
+
+    core = EngineCore(make_engine_config(), executor, report)
+
+    assert core.report.max_model_len == 16
+
+
+def test_reports_are_numbered_and_count():
+    core, _ = make_core()
+    core.add_request(make_request("a", num_prompt_tokens=9, max_tokens=3))
+
+    before = core.stats()
+    run(core)
+    after = core.stats()
+
+    assert (before.sequence, before.num_waiting, before.num_prefill_tokens) == (1, 1, 9)
+    assert (after.sequence, after.num_steps, after.num_output_tokens_total) == (2, 3, 3)
+    assert after.num_prefill_tokens_total == 9

@@ -1,0 +1,74 @@
+"""What reaches an engine core is whole and right; everything else names its field."""
+
+import pytest
+
+from phalanx.engine.errors import InvalidRequestError
+from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.workers.sampling_params import SamplingParams
+from support.tokenizers import build_byte_level
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    tokenizer = load_tokenizer(
+        build_byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template="{{ messages[0].content }}")
+    )
+    return InputProcessor(
+        tokenizer, eos_token_ids=[5, 2], max_model_len=32, vocab_size=400, clock=lambda: 7.0
+    )
+
+
+def test_a_text_is_tokenised_and_completed(inputs):
+    processed = inputs.process("r", "Hello world", SamplingParams(max_tokens=None))
+
+    request = processed.core_request
+    assert processed.prompt == "Hello world"
+    assert request.prompt_token_ids == inputs.tokenizer.encode("Hello world")
+    assert request.sampling_params.max_tokens == 32 - len(request.prompt_token_ids)
+    assert request.eos_token_ids == (5, 2)
+    assert request.arrived_at == 7.0
+    assert 0 <= request.seed < 2**63
+
+
+def test_ignore_eos_leaves_no_end_tokens_and_a_given_seed_stays(inputs):
+    request = inputs.process("r", [1, 2], SamplingParams(ignore_eos=True, seed=-5)).core_request
+
+    assert request.eos_token_ids == ()
+    assert request.seed == -5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([400], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        (["a"], {}, "prompt"),
+        ([1] * 32, {"max_tokens": None}, "prompt"),
+        ("x" * 100_000, {}, "prompt"),
+        ([1] * 31, {"max_tokens": 2}, "max_tokens"),
+        ([1] * 30, {"max_tokens": None, "min_tokens": 3}, "min_tokens"),
+        ([1], {"stop_token_ids": (400,)}, "stop_token_ids"),
+    ],
+)
+def test_a_request_that_cannot_be_served_names_its_field(inputs, prompt, params, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        inputs.process("r", prompt, SamplingParams(**params))
+
+    assert caught.value.field == field
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(inputs):
+    request = inputs.process("r", [1] * 31, SamplingParams(max_tokens=None)).core_request
+
+    assert request.sampling_params.max_tokens == 1
+
+
+def test_a_chat_is_rendered_without_further_special_tokens(inputs):
+    ids = inputs.render_chat([{"role": "user", "content": "<|im_start|>Hello"}])
+
+    assert ids == [1, *inputs.tokenizer.encode("Hello", add_special_tokens=False)]

@@ -1,0 +1,151 @@
+"""From engine outputs to what a reader gets."""
+
+import asyncio
+
+import pytest
+
+from phalanx.engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestAbortedError
+from phalanx.engine.input_processor import ProcessedRequest
+from phalanx.engine.messages import EngineCoreOutput, FinishReason
+from phalanx.engine.output_processor import OutputProcessor, RequestStream
+from phalanx.engine.outputs import OutputKind
+from phalanx.engine.tokenizer import load_tokenizer
+from support.engine import make_request
+from support.tokenizers import build_byte_level
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(build_byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+def add(processor, *, stream=None, kind=OutputKind.CUMULATIVE, **request):
+    core_request = make_request(**request)
+    processor.add_request(ProcessedRequest(core_request=core_request, prompt=None), stream=stream, kind=kind)
+
+
+def output(*token_ids, **fields):
+    return EngineCoreOutput(request_id="r0", new_token_ids=list(token_ids), **fields)
+
+
+def test_without_a_stream_only_the_final_output_is_made(tokenizer):
+    now = [1.0]
+    processor = OutputProcessor(tokenizer, clock=lambda: now[0])
+    add(processor)
+    hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
+
+    assert processor.process([output(*hello, num_cached_tokens=4)]).outputs == []
+    now[0] = 2.0
+    (final,) = processor.process([output(*world, 2, finish_reason=FinishReason.STOP)]).outputs
+
+    assert final.outputs[0].text == "Hello world"
+    assert final.outputs[0].token_ids == [*hello, *world, 2]
+    assert final.outputs[0].finish_reason is FinishReason.STOP
+    assert final.num_cached_tokens == 4
+    assert (final.times.arrived_at, final.times.first_token_at, final.times.finished_at) == (0.0, 1.0, 2.0)
+    assert processor.num_unfinished_requests == 0
+
+
+def test_a_stop_string_ends_the_request_here_and_aborts_it_in_the_engine(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, stop=("stop",))
+    ids = tokenizer.encode("Hello stopping world")
+
+    result = processor.process([output(*ids)])
+
+    (final,) = result.outputs
+    assert result.abort_request_ids == ["r0"]
+    assert final.outputs[0].text == "Hello "
+    assert final.outputs[0].stop_reason == "stop"
+    assert len(final.outputs[0].token_ids) < len(ids)
+    assert processor.process([output(3)]).outputs == []
+
+
+def test_a_stop_string_before_the_end_token_of_one_step_wins(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, stop=("STOP",))
+    ids = [*tokenizer.encode("Hello STOP x"), 2]
+
+    result = processor.process([output(*ids, finish_reason=FinishReason.STOP)])
+
+    assert result.outputs[0].outputs[0].text == "Hello "
+    assert result.outputs[0].outputs[0].stop_reason == "STOP"
+    assert result.abort_request_ids == []
+
+
+def test_outputs_of_an_older_attempt_are_dropped(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, attempt=1)
+
+    assert processor.process([output(3, finish_reason=FinishReason.LENGTH)]).outputs == []
+    assert processor.num_unfinished_requests == 1
+
+
+def test_an_id_that_runs_is_refused(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor)
+
+    with pytest.raises(InvalidRequestError, match="is running"):
+        add(processor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error_type"),
+    [
+        ({"finish_reason": FinishReason.ABORT}, RequestAbortedError),
+        ({"finish_reason": FinishReason.ERROR, "retry_after_s": 2.0}, QueueFullError),
+        ({"finish_reason": FinishReason.ERROR, "is_invalid": True, "error": "too long"}, InvalidRequestError),
+        ({"finish_reason": FinishReason.ERROR, "error": "lost"}, ReplicaLostError),
+    ],
+)
+def test_an_end_that_is_no_result_is_an_error(tokenizer, fields, error_type):
+    processor = OutputProcessor(tokenizer)
+    add(processor)
+
+    result = processor.process([output(**fields)])
+
+    assert type(result.errors["r0"]) is error_type
+    assert processor.num_unfinished_requests == 0
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_a_slow_reader_gets_everything_in_one_output(tokenizer, kind):
+    ids = tokenizer.encode("Hello world, this is a small corpus")
+
+    async def scenario():
+        processor = OutputProcessor(tokenizer)
+        stream = RequestStream(kind)
+        add(processor, stream=stream, kind=kind)
+        processor.process([output(ids[0])])
+        first = await stream.get()
+        for token_id in ids[1:]:
+            processor.process([output(token_id)])
+        processor.process([output(2, finish_reason=FinishReason.STOP)])
+        return first, await stream.get()
+
+    first, second = asyncio.run(scenario())
+
+    assert second.finished
+    assert second.num_output_tokens == len(ids) + 1
+    whole = "Hello world, this is a small corpus"
+    if kind is OutputKind.DELTA:
+        assert first.outputs[0].text + second.outputs[0].text == whole
+        assert first.outputs[0].token_ids + second.outputs[0].token_ids == [*ids, 2]
+    else:
+        assert second.outputs[0].text == whole
+        assert second.outputs[0].token_ids == [*ids, 2]
+
+
+def test_an_error_comes_after_what_was_made_before_it(tokenizer):
+    async def scenario():
+        processor = OutputProcessor(tokenizer)
+        stream = RequestStream(OutputKind.DELTA)
+        add(processor, stream=stream, kind=OutputKind.DELTA)
+        processor.process([output(*tokenizer.encode("Hello"))])
+        processor.fail_all(ReplicaLostError("gone"))
+        first = await stream.get()
+        with pytest.raises(ReplicaLostError):
+            await stream.get()
+        return first
+
+    assert asyncio.run(scenario()).outputs[0].text == "Hello"
