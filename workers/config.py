@@ -102,7 +102,7 @@ class ExecutorConfig:
     """How an engine core talks with its workers, and how long it waits."""
 
     request_ring_bytes: int = 32 << 20
-    """Shared memory of the ring that broadcasts steps. Touched only as far as it is used."""
+    """Shared memory of the ring that broadcasts steps, reserved when the workers start."""
     reply_ring_bytes: int = 8 << 20
     """Shared memory of each worker's ring of replies."""
     start_timeout_s: float = 600.0

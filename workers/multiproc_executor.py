@@ -152,7 +152,7 @@ class MultiprocExecutor:
         Blocks at most `start_timeout_s`. Raises StartupError, ConfigError or TransportError; nothing is left then.
         """
         if self._group is not None or self._close_reason is not None:
-            raise QueueClosedError("the executor was started before")
+            raise QueueClosedError(f"the executor is closed or running: {self._close_reason}")
         deadline_at = time.monotonic() + self._config.start_timeout_s
         model = read_transformer_config(self._worker_configs[0].model.path)
         self._group, reports = start_workers(
@@ -175,6 +175,9 @@ class MultiprocExecutor:
         except ProcessError as error:
             detail = error.detail or str(error)
             raise StartupError(error.role, rank=error.rank, exitcode=error.exitcode, detail=detail) from error
+        except BaseException:
+            self._close("the start was broken off", grace_s=0.0)
+            raise
         return ExecutorReport(
             num_kv_blocks=num_blocks,
             block_size=cache.block_size,
@@ -318,12 +321,19 @@ class MultiprocExecutor:
         return failure
 
     def _hung(self, group: WorkerGroup, awaited: set[int], call_id: int) -> ProcessHungError:
-        """Say which rank is behind: the one in the oldest call, then in the phase that began first."""
+        """Say which rank is behind: in the oldest call, not waiting for peers, in the phase that began first."""
         statuses = dict(enumerate(self.phases))
         busy = {rank for rank, status in statuses.items() if status.phase is not Phase.IDLE}
         behind = {rank for rank, status in statuses.items() if status.call_id < call_id}
         suspects = busy | behind or awaited
-        culprit = min(suspects, key=lambda rank: (statuses[rank].call_id, statuses[rank].since_at))
+        culprit = min(
+            suspects,
+            key=lambda rank: (
+                statuses[rank].call_id,
+                statuses[rank].phase is Phase.COLLECTIVE,
+                statuses[rank].since_at,
+            ),
+        )
         others = "; ".join(
             f"tp{rank} {_describe(status)}" for rank, status in statuses.items() if rank != culprit
         )

@@ -200,6 +200,7 @@ def start_workers(
                     on_phase(child.rank, message.phase)
 
             payloads = wait_all_ready(children, deadline_at, tell_progress)
+        reports = [msgspec.msgpack.decode(payload, type=RankReport) for payload in payloads]
         watch.start(role_prefix, children)
         group = WorkerGroup(
             children=children,
@@ -211,7 +212,7 @@ def start_workers(
             doorbell_fd=doorbell_fd,
             resources=resources.pop_all(),
         )
-    return group, [msgspec.msgpack.decode(payload, type=RankReport) for payload in payloads]
+    return group, reports
 
 
 @contextlib.contextmanager

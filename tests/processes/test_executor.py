@@ -278,7 +278,8 @@ def test_a_hung_rank_is_named_with_its_phase(make_executor: MakeExecutor) -> Non
     with pytest.raises(ProcessHungError) as caught:
         executor.execute_model(echo_step(1))
 
-    # Both wait; the board tells a collective from what holds it up.
+    # Both stand still; the one in a collective only waits for the other.
+    assert caught.value.rank == 1
     assert "forward of call 2" in caught.value.detail
     assert "collective of call 2" in caught.value.detail
     assert_all_gone(pids)
