@@ -71,7 +71,11 @@ async def create_completion(service: Service, request: Request) -> Response:
         if isinstance(prompt, str):
             ids = await _encode(service, prompt, add_special_tokens=body.add_special_tokens is not False)
         assert isinstance(ids, list)
-        jobs.append(Job(index=index, request_id=f"{header.id}-{index}", prompt_token_ids=ids, params=params))
+        fitting = params
+        if body.max_tokens is None and len(ids) + (params.max_tokens or 0) > service.max_model_len:
+            # The default is ours, not the client's: near the end of the context it gives way.
+            fitting = msgspec.structs.replace(params, max_tokens=None)
+        jobs.append(Job(index=index, request_id=f"{header.id}-{index}", prompt_token_ids=ids, params=fitting))
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else service.codec.decode(ids))
         else:

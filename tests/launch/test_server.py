@@ -161,6 +161,15 @@ def test_without_max_tokens_completions_get_16_and_chats_what_is_left(
     assert engine.asked[0][1].max_tokens == max_tokens
 
 
+def test_the_default_of_max_tokens_gives_way_near_the_end_of_the_context() -> None:
+    engine = FakeEngine()
+
+    answer = post({"model": "tiny", "prompt": "a" * 60}, service=make_service(engine)).json()
+
+    assert engine.asked[0][1].max_tokens is None
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
     answer = post({**CHAT, "max_completion_tokens": 3}, "/v1/chat/completions").json()
 
