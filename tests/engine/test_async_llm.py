@@ -1,0 +1,190 @@
+"""AsyncLLM and LLM: from prompts to text, over a fake model."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from phalanx.engine.async_llm import AsyncLLM
+from phalanx.engine.core import EngineCore
+from phalanx.engine.core_client import InprocCoreClient, ProcessCoreClient
+from phalanx.engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestAbortedError
+from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.outputs import OutputKind
+from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.workers.sampling_params import SamplingParams
+from support.engine import make_engine_config, make_request, simulate
+from support.engine_children import POISON_STEP, FakeExecutor
+from support.tokenizers import build_byte_level
+
+DEADLINE_S = 20.0
+TARGET = "support.engine_children:main"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    tokenizer = load_tokenizer(build_byte_level(tmp_path_factory.mktemp("tokenizer")))
+    return InputProcessor(tokenizer, eos_token_ids=[], max_model_len=250, vocab_size=97)
+
+
+@contextlib.asynccontextmanager
+async def launch(inputs, **scheduler):
+    client = await asyncio.to_thread(ProcessCoreClient.launch, make_engine_config(**scheduler), target=TARGET)
+    async with asyncio.timeout(3 * DEADLINE_S), AsyncLLM(client, inputs) as llm:
+        yield llm, client
+
+
+def params(max_tokens, **kwargs):
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kwargs)
+
+
+async def collect(llm, prompt, sampling_params):
+    token_ids, text = [], ""
+    async for output in llm.generate(prompt, sampling_params):
+        token_ids += output.outputs[0].token_ids
+        text += output.outputs[0].text
+    return token_ids, text
+
+
+def expected_tokens(prompt, max_tokens):
+    return simulate(make_request(prompt_token_ids=prompt, max_tokens=max_tokens))
+
+
+def test_many_streams_at_once_get_each_their_own(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            prompts = [[i, 2, 3] for i in range(20)]
+            return await asyncio.gather(*[collect(llm, prompt, params(8)) for prompt in prompts])
+
+    results = asyncio.run(scenario())
+
+    for i, (token_ids, text) in enumerate(results):
+        assert token_ids == expected_tokens([i, 2, 3], 8)
+        assert text == inputs.tokenizer.decode(token_ids)
+
+
+def test_leaving_early_and_cancelling_abort_the_request(inputs):
+    async def scenario():
+        async with launch(inputs, max_num_seqs=1) as (llm, _):
+            left = llm.generate([1, 2], params(240))
+            await anext(left)
+            await left.aclose()
+            task = asyncio.create_task(collect(llm, [1, 3], params(240)))
+            while not llm.num_unfinished_requests:
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert llm.num_unfinished_requests == 0
+            # With one place in the engine, this one runs only when the others are gone there too.
+            return await collect(llm, [1, 4], params(3))
+
+    token_ids, _ = asyncio.run(scenario())
+
+    assert token_ids == expected_tokens([1, 4], 3)
+
+
+def test_cumulative_outputs_hold_everything_so_far(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            stream = llm.generate([5, 6], params(6), output_kind=OutputKind.CUMULATIVE)
+            return [output async for output in stream]
+
+    outputs = asyncio.run(scenario())
+
+    whole = expected_tokens([5, 6], 6)
+    for output in outputs:
+        token_ids = output.outputs[0].token_ids
+        assert token_ids == whole[: len(token_ids)]
+    assert outputs[-1].outputs[0].token_ids == whole
+    assert outputs[-1].finished
+    assert outputs[-1].times.finished_at >= outputs[-1].times.first_token_at >= outputs[-1].times.arrived_at
+
+
+def test_a_stop_string_ends_the_stream_before_it(inputs):
+    whole = inputs.tokenizer.decode(expected_tokens([7, 8], 20))
+    stop = whole[6:9]
+
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            return await collect(llm, [7, 8], params(20, stop=(stop,)))
+
+    _, text = asyncio.run(scenario())
+
+    assert text == whole[: whole.index(stop)]
+
+
+def test_a_bad_request_and_a_full_queue_fail_before_the_first_output(inputs):
+    async def scenario():
+        async with launch(inputs, max_num_seqs=1, max_num_waiting=1) as (llm, _):
+            with pytest.raises(InvalidRequestError):
+                await anext(llm.generate([], params(3)))
+            running = llm.generate([1, 2], params(200), "same")
+            await anext(running)
+            with pytest.raises(InvalidRequestError, match="is running"):
+                await anext(llm.generate([1, 2], params(3), "same"))
+            results = await asyncio.gather(
+                *[collect(llm, [1, i], params(2)) for i in range(30)], return_exceptions=True
+            )
+            await running.aclose()
+            return results
+
+    results = asyncio.run(scenario())
+
+    refused = [result for result in results if isinstance(result, QueueFullError)]
+    assert len(refused) >= 1
+    assert all(isinstance(result, QueueFullError | tuple) for result in results)
+
+
+@pytest.mark.parametrize("how", ["worker", "sigkill"])
+def test_a_lost_engine_ends_every_stream_and_every_later_call(inputs, how):
+    async def scenario():
+        async with launch(inputs) as (llm, client):
+            if how == "worker":
+                prompts = [[POISON_STEP, i] for i in range(3)]
+            else:
+                # Stopped first, so that nothing is finished when it is killed.
+                os.kill(client._child.pid, signal.SIGSTOP)
+                prompts = [[1, i] for i in range(3)]
+            streams = [asyncio.create_task(collect(llm, prompt, params(9))) for prompt in prompts]
+            while llm.num_unfinished_requests < 3:
+                await asyncio.sleep(0)
+            if how == "sigkill":
+                os.kill(client._child.pid, signal.SIGKILL)
+            results = await asyncio.gather(*streams, return_exceptions=True)
+            assert [type(result) for result in results] == [ReplicaLostError] * 3
+            assert ("tp1" if how == "worker" else "signal 9") in str(results[0])
+            with pytest.raises(ReplicaLostError):
+                await anext(llm.generate([1, 2], params(3)))
+            assert llm.num_unfinished_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_streams_and_the_process(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, client):
+            running = llm.generate([1, 2], params(240))
+            await anext(running)
+            await llm.close()
+            with pytest.raises(RequestAbortedError):
+                async for _ in running:
+                    pass
+            await llm.close()
+            return client._child.exitcode
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_the_in_process_client_turns_a_dead_worker_into_a_lost_replica():
+    executor = FakeExecutor()
+    client = InprocCoreClient(EngineCore(make_engine_config(), executor, executor.start()))
+    client.add_request(make_request(prompt_token_ids=[POISON_STEP]))
+
+    with pytest.raises(ReplicaLostError, match="tp1"):
+        client.get_outputs()
+
+    client.close(reason="test")
+    assert executor.close_reason == "test"

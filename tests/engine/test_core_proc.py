@@ -1,0 +1,260 @@
+"""The engine-core process: real child processes and sockets, a fake executor."""
+
+import asyncio
+import contextlib
+import select
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from phalanx.engine.core_client import CoreSockets
+from phalanx.engine.core_proc import EngineCoreArgs, EngineCoreReady
+from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason
+from phalanx.shm.errors import ProcessDiedError, StartupError
+from phalanx.shm.exit_codes import ExitCode
+from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
+from phalanx.shm.sockets import bind_pull
+from support.children import is_gone
+from support.engine import make_engine_config, make_request, simulate
+from support.engine_children import POISON_IDLE, POISON_STEP
+
+DEADLINE_S = 20.0
+
+
+class CoreProcess:
+    """One engine core with the addresses of a cluster of one."""
+
+    def __init__(self, folder, target="support.engine_children:main", **scheduler):
+        self.folder = folder
+        self.spawner = Spawner("test")
+        self.spawner.start()
+        self.zmq = zmq.Context()
+        self.stats = bind_pull(self.zmq, f"ipc://{folder}/stats")
+        args = EngineCoreArgs(
+            config=make_engine_config(**scheduler),
+            dp_rank=3,
+            epoch=7,
+            input_address=f"ipc://{folder}/core",
+            stats_address=f"ipc://{folder}/stats",
+            device_indices=[0],
+        )
+        self.child = self.spawner.spawn(
+            ChildSpec(role="dp3", target=target, args=msgspec.msgpack.encode(args), rank=3)
+        )
+
+    def wait_ready(self):
+        return wait_all_ready([self.child], time.monotonic() + DEADLINE_S)[0]
+
+    def wait_stats(self, condition):
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert self.stats.poll(max(0, deadline - time.monotonic()) * 1000), "no such report came"
+            stats = msgspec.msgpack.decode(self.stats.recv(), type=EngineStats)
+            if condition(stats):
+                return stats
+
+    def wait_exit(self):
+        assert self.child.wait(DEADLINE_S) is not None
+        self.child.receive()
+        return self.child.exitcode
+
+    def close(self):
+        self.child.stop(reason="end of test", timeout_s=5.0)
+        self.spawner.close()
+        self.stats.close(linger=0)
+        self.zmq.term()
+
+
+@pytest.fixture
+def start(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+
+        def start_one(*args, **kwargs):
+            process = CoreProcess(tmp_path_factory.mktemp("s"), *args, **kwargs)
+            stack.callback(process.close)
+            return process
+
+        yield start_one
+
+
+@contextlib.asynccontextmanager
+async def connect(process, *, client_index=0, incarnation=0):
+    sockets = CoreSockets(
+        client_index=client_index,
+        incarnation=incarnation,
+        output_address=f"ipc://{process.folder}/api{client_index}.{incarnation}",
+    )
+    sockets.connect(3, f"ipc://{process.folder}/core")
+    try:
+        yield sockets
+    finally:
+        sockets.close()
+
+
+async def receive_until_finished(sockets, request_ids):
+    tokens, left = {}, set(request_ids)
+    async with asyncio.timeout(DEADLINE_S):
+        while left:
+            message = await sockets.recv()
+            assert (message.dp_rank, message.epoch) == (3, 7)
+            for output in message.outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    left.discard(output.request_id)
+    return tokens
+
+
+def test_two_front_ends_get_their_own_outputs_and_the_process_stops_cleanly(start):
+    process = start()
+    ready = msgspec.msgpack.decode(process.wait_ready(), type=EngineCoreReady)
+    assert ready.pid == process.child.pid
+    assert ready.report.num_kv_blocks == 64
+
+    async def scenario():
+        async with connect(process) as first, connect(process, client_index=1) as second:
+            requests = [make_request(f"a{i}", num_prompt_tokens=5 + i, max_tokens=6) for i in range(4)]
+            other = make_request("b", client_index=1, max_tokens=5)
+            for request in requests:
+                await first.send(3, request)
+            await second.send(3, other)
+            tokens = await receive_until_finished(first, [request.request_id for request in requests])
+            assert tokens == {request.request_id: simulate(request) for request in requests}
+            assert await receive_until_finished(second, ["b"]) == {"b": simulate(other)}
+
+    asyncio.run(scenario())
+    stats = process.wait_stats(lambda stats: stats.num_output_tokens_total == 29)
+    assert (stats.dp_rank, stats.epoch, stats.num_running) == (3, 7, 0)
+    assert process.child.stop(reason="test", timeout_s=5.0) == ExitCode.OK
+    assert is_gone(ready.pid)
+
+
+def test_malformed_messages_harm_nobody(start):
+    process = start()
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process) as sockets:
+            raw = sockets._replicas[3]
+            good = msgspec.msgpack.encode(make_request("bad"))
+            for data in (
+                b"",
+                b"\xc1",
+                b"\x80",
+                good[:-3],
+                good.replace(b"temperature", b"temperaturf"),
+                b"\x91" * 9000,
+            ):
+                raw.send(data)
+            bad_params = msgspec.to_builtins(make_request("bad", temperature=0.5))
+            bad_params["sampling_params"]["temperature"] = -4.0
+            raw.send(msgspec.msgpack.encode(bad_params))
+            request = make_request("good", max_tokens=3)
+            await sockets.send(3, request)
+            tokens = await receive_until_finished(sockets, ["good"])
+            assert tokens["good"] == simulate(request)
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_request_frees_its_blocks(start):
+    process = start()
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process) as sockets:
+            await sockets.send(3, make_request("a", max_tokens=None, num_prompt_tokens=3))
+            await sockets.send(3, AbortRequests(request_ids=["a", "unknown"]))
+            await sockets.send(3, make_request("b", max_tokens=2))
+            await receive_until_finished(sockets, ["b"])
+
+    asyncio.run(scenario())
+    process.wait_stats(
+        lambda stats: (
+            stats.num_output_tokens_total >= 2
+            and stats.num_running == stats.num_waiting == 0
+            and stats.kv_usage == 0
+        )
+    )
+
+
+def test_a_restarted_front_end_leaves_nothing_of_its_earlier_life(start):
+    process = start(max_num_seqs=1)
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process) as old:
+            for i in range(3):
+                await old.send(3, make_request(f"old{i}", num_prompt_tokens=4, max_tokens=200))
+            await old.recv()
+        async with connect(process, incarnation=1) as new:
+            await new.send(3, make_request("new", max_tokens=2))
+            async with asyncio.timeout(DEADLINE_S):
+                message = await new.recv()
+            assert message.outputs[0].request_id == "new"
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_ends_running_requests_with_an_abort(start):
+    process = start(max_num_seqs=1)
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process) as sockets:
+            for i in range(30):
+                await sockets.send(3, make_request(f"r{i}", num_prompt_tokens=3, max_tokens=240))
+            await sockets.recv()
+            process.child.terminate()
+            reasons = {}
+            async with asyncio.timeout(DEADLINE_S):
+                while len(reasons) < 30:
+                    for output in (await sockets.recv()).outputs:
+                        if output.finish_reason is not None:
+                            reasons[output.request_id] = output.finish_reason
+            assert reasons["r29"] is FinishReason.ABORT
+
+    asyncio.run(scenario())
+    assert process.wait_exit() == ExitCode.OK
+
+
+@pytest.mark.parametrize("poison", [POISON_STEP, POISON_IDLE])
+def test_the_death_of_a_worker_ends_the_replica_and_names_the_rank(start, poison):
+    process = start()
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process) as sockets:
+            await sockets.send(3, make_request("a", prompt_token_ids=[poison, 1], max_tokens=1))
+            await asyncio.to_thread(select.select, [process.child.pidfd], [], [], DEADLINE_S)
+
+    asyncio.run(scenario())
+    assert process.wait_exit() == ExitCode.WORKER_LOST
+    assert "dp0 tp1 was killed by signal 9" in str(process.child.death(ProcessDiedError))
+
+
+def test_a_start_that_fails_says_why(start):
+    process = start("support.engine_children:main_that_fails_to_start")
+
+    with pytest.raises(StartupError, match="no such device"):
+        process.wait_ready()
+
+    assert process.wait_exit() == ExitCode.BOOT_FAILED
+
+
+def test_an_idle_engine_core_uses_no_processor_time(start):
+    process = start()
+    process.wait_ready()
+    process.wait_stats(lambda stats: True)
+
+    def cpu_ticks():
+        fields = Path(f"/proc/{process.child.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = cpu_ticks()
+    # The next report at rest comes two seconds later; a loop that spins would have burnt them.
+    process.wait_stats(lambda stats: True)
+
+    assert cpu_ticks() - before <= 10
