@@ -110,7 +110,10 @@ def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     num_sorted = min(vocab_size, max(FIRST_SORTED, largest_k))
     while True:
         # [rows, num_sorted], largest first
-        values = scaled.topk(num_sorted, dim=-1).values
+        if num_sorted < vocab_size:
+            values = scaled.topk(num_sorted, dim=-1).values
+        else:
+            values = scaled.sort(dim=-1, descending=True).values
         kth = values.gather(-1, (top_ks.clamp(max=num_sorted) - 1).unsqueeze(-1))
         kth = torch.where(is_all.unsqueeze(-1), -torch.inf, kth)
         mass = _mass(values, values[:, :1])
@@ -128,7 +131,8 @@ def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         is_open = needs_nucleus & (last.squeeze(-1) == num_sorted - 1)
         if num_sorted == vocab_size or not bool(is_open.any()):
             break
-        num_sorted = min(vocab_size, num_sorted * 8)
+        # To find a large part of a row is slower than to sort it.
+        num_sorted = num_sorted * 8 if num_sorted * 32 < vocab_size else vocab_size
     nucleus = values.gather(-1, last).squeeze(-1)
     return torch.where(needs_nucleus, nucleus, kth.squeeze(-1))
 
