@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
 from phalanx.workers.config import DeviceType, DType, ParallelConfig
 from phalanx.workers.sampling_params import SamplingParams
 from support.model_steps import RankThreads, StepDriver, make_worker
 from support.tiny_models import TRAINED, write_tiny_llama
-from transformers import LlamaForCausalLM
-from transformers.utils import logging
 
 pytestmark = pytest.mark.gpu
 
