@@ -86,7 +86,9 @@ class ProcessError(ServingError):
     detail:   what is known beyond that: the last phase, a remote traceback
     """
 
-    def __init__(self, role: str, *, rank: int | None = None, exitcode: int | None = None, detail: str = "") -> None:
+    def __init__(
+        self, role: str, *, rank: int | None = None, exitcode: int | None = None, detail: str = ""
+    ) -> None:
         super().__init__(role)
         self.role = role
         self.rank = rank

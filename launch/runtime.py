@@ -1,0 +1,72 @@
+"""Introduces the objects to each other: plan, listening socket, supervisor, API server. Nothing else does.
+
+Called by: cli.py, in the main thread of the process that becomes the supervisor.
+"""
+
+import os
+import sys
+
+import msgspec
+
+from ..cluster.messages import FrontEndConnection
+from ..cluster.placement import Plan, make_plan
+from ..cluster.supervisor import Supervisor
+from ..shm.exit_codes import ExitCode
+from ..shm.process import ChildSpec
+from .config import LaunchConfig
+from .console import ConsoleObserver
+from .listener import bind_listener, listener_url
+from .preflight import count_gpus
+from .server.args import ApiServerArgs
+
+
+def plan_of(config: LaunchConfig) -> Plan:
+    """Give every rank its device. Raises ConfigError when there are more ranks than devices."""
+    return make_plan(
+        data_parallel_size=config.cluster.data_parallel_size,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        device=config.parallel.device,
+        num_devices=count_gpus(),
+        num_cores=len(os.sched_getaffinity(0)),
+        num_threads=config.parallel.num_threads,
+        share_device=config.parallel.share_device,
+    )
+
+
+def run(config: LaunchConfig) -> ExitCode:
+    """Start the cluster, serve, and end with it. `config` is resolved: a folder, a device, a name."""
+    plan = plan_of(config)
+    assert config.server.served_model_name is not None
+    listener = bind_listener(config.server)
+    observer = ConsoleObserver(
+        url=listener_url(listener), model_name=config.server.served_model_name, out=sys.stdout, err=sys.stderr
+    )
+
+    def make_api_server(connection: FrontEndConnection) -> ChildSpec:
+        args = ApiServerArgs(
+            connection=connection,
+            listen_fd=listener.fileno(),
+            server=config.server,
+            model=config.model,
+            drain_timeout_s=config.cluster.drain_timeout_s,
+        )
+        return ChildSpec(
+            role=f"api{connection.client_index}",
+            target="phalanx.launch.server.process:main",
+            args=msgspec.msgpack.encode(args),
+            rank=connection.client_index,
+            pass_fds=(listener.fileno(),),
+        )
+
+    try:
+        observer.planned(plan)
+        return Supervisor(
+            plan=plan,
+            engine=config.engine,
+            cluster=config.cluster,
+            make_api_server=make_api_server,
+            observer=observer,
+        ).run()
+    finally:
+        observer.close()
+        listener.close()

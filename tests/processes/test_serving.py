@@ -1,0 +1,192 @@
+"""A cluster of two replicas of two ranks under many clients, good and bad. Tiny model, real processes."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from support.children import wait_until
+from support.launch import TINY_MODEL, Cluster, running_cluster
+
+NUM_CLIENTS = 64
+MAX_TOKENS = 24
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    arguments = [
+        str(TINY_MODEL),
+        "--tp",
+        "2",
+        "--dp",
+        "2",
+        "--device",
+        "cpu",
+        "--set",
+        "cache.num_blocks=600",
+    ]
+    with running_cluster(
+        tmp_path_factory.mktemp("cluster"), *arguments, "--served-model-name", "tiny"
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    return [text[index * 90 : index * 90 + 60 + index] for index in range(NUM_CLIENTS)]
+
+
+async def stream_text(client: AsyncOpenAI, prompt: str) -> str:
+    chunks = await client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, stream=True
+    )
+    texts, reasons = [], []
+    async for chunk in chunks:
+        texts.append(chunk.choices[0].text)
+        reasons.append(chunk.choices[0].finish_reason)
+    assert reasons[-1] in ("length", "stop")
+    assert set(reasons[:-1]) <= {None}
+    return "".join(texts)
+
+
+async def leave_early(client: AsyncOpenAI, prompt: str) -> None:
+    chunks = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for _ in chunks:
+        await chunks.close()
+        break
+
+
+def test_64_streams_are_complete_and_none_is_mixed_up(cluster: Cluster, prompts: list[str]) -> None:
+    async def run() -> tuple[list[str], list[str]]:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            together = await asyncio.gather(*(stream_text(client, prompt) for prompt in prompts))
+            alone = [await stream_text(client, prompt) for prompt in prompts]
+        return together, alone
+
+    together, alone = asyncio.run(run())
+    assert together == alone
+    assert len(set(together)) > NUM_CLIENTS // 2
+
+
+def test_clients_that_leave_free_their_blocks(cluster: Cluster, prompts: list[str]) -> None:
+    before = cluster.free_blocks()
+    assert len(before) == 2
+
+    async def run() -> list[str | None]:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(
+                *(
+                    leave_early(client, prompt) if index % 2 else stream_text(client, prompt)
+                    for index, prompt in enumerate(prompts)
+                )
+            )
+
+    asyncio.run(run())
+
+    wait_until(lambda: cluster.free_blocks() == before, timeout_s=20, what="the return of all blocks")
+
+
+def test_both_replicas_take_part(cluster: Cluster) -> None:
+    text = httpx.get(f"{cluster.url}/metrics").text
+    steps = {
+        line.split()[0]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("phalanx_engine_steps_total{")
+    }
+    assert len(steps) == 2
+    assert min(steps.values()) > 0
+
+
+BAD_BODIES = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "five"}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "word " * 5000}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"temperature": 9}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop": ""}, "stop"),
+    ({"seed": "x"}, "seed"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), BAD_BODIES, ids=lambda value: str(value)[:40])
+def test_a_bad_field_is_named_and_the_next_request_works(
+    cluster: Cluster, change: dict[str, object], field: str
+) -> None:
+    body = {"model": "tiny", "prompt": "Licensed under", "max_tokens": 4, "temperature": 0}
+
+    refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, **change})
+    accepted = httpx.post(f"{cluster.url}/v1/completions", json=body)
+
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert error["param"] == field
+    assert accepted.status_code == 200
+    assert accepted.json()["choices"][0]["text"]
+
+
+def test_an_unknown_model_is_404_and_names_the_field(cluster: Cluster) -> None:
+    response = httpx.post(f"{cluster.url}/v1/completions", json={"model": "gpt-9", "prompt": "x"})
+
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff\xfe", b""])
+def test_a_body_that_is_no_json_object_is_400(cluster: Cluster, body: bytes) -> None:
+    response = httpx.post(
+        f"{cluster.url}/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_the_chat_endpoint_streams_role_text_finish_and_usage(cluster: Cluster) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Licensed under the"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with httpx.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-2]["choices"][0]["finish_reason"] in ("length", "stop")
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] <= 8
+
+
+def test_health_ready_and_models_answer(cluster: Cluster) -> None:
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
+    assert httpx.get(f"{cluster.url}/ready").status_code == 200
+    assert httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_the_tables_of_phases_and_ranks_are_printed(cluster: Cluster) -> None:
+    for dp_rank in range(2):
+        for tp_rank in range(2):
+            assert cluster.stdout.count(f"dp{dp_rank} tp{tp_rank}") == 3, cluster.stdout
+    assert "weights" in cluster.stdout
