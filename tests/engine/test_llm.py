@@ -1,0 +1,158 @@
+"""LLM and AsyncLLM on a real, tiny model: the tokens are those of transformers, whatever the scheduler does."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from phalanx import LLM, AsyncLLM, SamplingParams
+from phalanx.engine.errors import InvalidRequestError
+from phalanx.engine.messages import FinishReason
+from support.tiny_models import write_tiny_llama
+
+PROMPTS = [[(7 * i + j * j) % 380 + 3 for j in range(3 + 5 * i)] for i in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for _ in range(GREEDY.max_tokens):
+            with torch.no_grad():
+                last = reference(ids).logits[:, -1]
+            ids = torch.cat([ids, last.argmax(-1, keepdim=True)], dim=1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, device="cpu", num_blocks=64, num_threads=1) as llm:
+        yield llm
+
+
+def token_ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_outputs_are_those_of_transformers_in_the_order_of_the_prompts(llm, expected):
+    outputs = llm.generate(PROMPTS, GREEDY)
+
+    assert token_ids(outputs) == expected
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert all(output.outputs[0].finish_reason is FinishReason.LENGTH for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 16},
+        {"block_size": 1, "num_blocks": 50, "max_num_batched_tokens": 7, "max_num_seqs": 3},
+        {"enable_prefix_caching": False, "max_num_seqs": 1, "max_num_waiting": 2},
+    ],
+)
+def test_small_caches_chunks_and_queues_change_nothing(model, expected, options):
+    with LLM(model, device="cpu", num_threads=1, **{"num_blocks": 32, **options}) as llm:
+        assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+        again = llm.generate(PROMPTS[5], GREEDY)
+
+    assert token_ids(again) == [expected[5]]
+    if options.get("enable_prefix_caching", True):
+        assert again[0].num_cached_tokens > 0
+
+
+def test_equal_prompts_of_one_step_share_blocks_and_make_equal_tokens(model, expected):
+    with LLM(model, device="cpu", num_blocks=32, block_size=4, num_threads=1) as llm:
+        outputs = llm.generate([PROMPTS[5]] * 4, GREEDY)
+
+    assert token_ids(outputs) == [expected[5]] * 4
+    assert [output.num_cached_tokens for output in outputs] == [0, 24, 24, 24]
+
+
+def test_a_sampled_output_does_not_depend_on_its_neighbours(llm):
+    params = [SamplingParams(seed=5, max_tokens=8, ignore_eos=True)] * 3
+    alone = token_ids([llm.generate(prompt, params[0])[0] for prompt in PROMPTS[:3]])
+
+    assert token_ids(llm.generate(PROMPTS[:3], params)) == alone
+
+
+def test_a_stop_string_cuts_the_text_and_the_engine_goes_on(llm):
+    whole = llm.generate("The license", SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))[0]
+    text = whole.outputs[0].text
+    stop = text[5:8]
+
+    stopped = llm.generate(
+        "The license", SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    )[0]
+
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].stop_reason == stop
+    assert llm.generate("The license", SamplingParams(max_tokens=1))[0].finished
+
+
+def test_a_chat_goes_through_the_template(llm):
+    messages = [{"role": "user", "content": "Hello"}]
+
+    one = llm.chat(messages, GREEDY)
+    many = llm.chat([messages, messages], GREEDY)
+
+    assert token_ids(many) == token_ids(one) * 2
+    assert "Hello" in llm.tokenizer.decode(one[0].prompt_token_ids)
+
+
+def test_a_wrong_prompt_among_many_computes_nothing(llm):
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[1, 2], [99999]], GREEDY)
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate([1, 2], [GREEDY, GREEDY])
+
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate([1, 2], GREEDY)[0].finished
+
+
+def test_two_ranks_make_the_tokens_of_one(model, expected):
+    with LLM(model, tensor_parallel_size=2, device="cpu", num_blocks=64, num_threads=1) as llm:
+        assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+        assert len(llm.report.ranks) == 2
+
+
+def test_streams_of_a_launched_engine_make_the_same_tokens(model, expected):
+    async def collect(llm, prompt):
+        return [
+            token_id
+            async for output in llm.generate(prompt, GREEDY)
+            for token_id in output.outputs[0].token_ids
+        ]
+
+    async def scenario():
+        async with await AsyncLLM.launch(model, device="cpu", num_blocks=64, num_threads=1) as llm:
+            return await asyncio.gather(*[collect(llm, prompt) for prompt in PROMPTS])
+
+    assert asyncio.run(scenario()) == expected
+
+
+def test_a_plain_script_without_main_guard_works_with_several_ranks(model, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from phalanx import LLM, SamplingParams\n"
+        f"llm = LLM({model!r}, tensor_parallel_size=2, device='cpu', num_blocks=64, num_threads=1)\n"
+        "print(len(llm.generate(['Hello', 'world'], SamplingParams(max_tokens=3, ignore_eos=True))))\n"
+        "llm.close()\n"
+    )
+
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2\n"
