@@ -21,10 +21,10 @@ ON_GPU = ParallelConfig(device=DeviceType.CUDA)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_progress_bars() -> Iterator[None]:
-    """A progress bar of transformers leaves a thread behind."""
+def opened_device() -> Iterator[None]:
+    """Open what stays open: the driver's descriptors. A progress bar of transformers would leave a thread."""
     logging.disable_progress_bar()
-    torch.cuda.init()
+    torch.zeros(1, device="cuda")
     yield
     logging.enable_progress_bar()
 

@@ -1,0 +1,135 @@
+"""Rows: what a step is made of, and differences that do not fit."""
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.workers.input_batch import InputBatch
+from phalanx.workers.messages import NewRequest, RunningRequest, SchedulerOutput
+from phalanx.workers.sampling_params import SamplingParams
+
+
+def make_batch(max_num_seqs: int = 3) -> InputBatch:
+    return InputBatch(
+        max_num_seqs=max_num_seqs, max_model_len=32, block_size=4, vocab_size=100, device=torch.device("cpu")
+    )
+
+
+def new(request_id: str, token_ids: list[int], block_ids: list[int], **changes: object) -> NewRequest:
+    fields = {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "num_prompt_tokens": len(token_ids),
+        "num_computed_tokens": 0,
+        "block_ids": block_ids,
+        "sampling_params": SamplingParams(temperature=0.0),
+        "seed": 1,
+    }
+    return NewRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def update(
+    batch: InputBatch,
+    *,
+    added: list[NewRequest] | None = None,
+    running: list[RunningRequest] | None = None,
+    removed: list[str] | None = None,
+) -> None:
+    batch.update(
+        SchedulerOutput(
+            step=1,
+            new_requests=added or [],
+            running_requests=running or [],
+            num_scheduled_tokens={},
+            removed_request_ids=removed or [],
+        )
+    )
+
+
+def test_a_step_lays_chunks_and_decodes_side_by_side() -> None:
+    batch = make_batch()
+    update(
+        batch,
+        added=[new("a", [10, 11, 12, 13, 14], [7, 3]), new("b", [20, 21, 22], [5], num_computed_tokens=2)],
+    )
+
+    step = batch.build_step({"b": 1, "a": 3})
+
+    assert step.token_ids.tolist() == [22, 10, 11, 12]
+    assert step.positions.tolist() == [2, 0, 1, 2]
+    assert step.rows.kv_lens.tolist() == [3, 3]
+    assert step.rows.block_tables[:, 0].tolist() == [5, 7]
+    assert [step.request_ids[row] for row in step.sampling_rows] == ["b"]
+    assert step.last_token_index.tolist() == [0]
+
+
+def test_sampled_tokens_are_the_next_steps_input() -> None:
+    batch = make_batch()
+    update(batch, added=[new("a", [10, 11, 12, 13], [7])])
+    step = batch.build_step({"a": 4})
+    assert batch.sampling_batch(step).positions.tolist() == [0]
+    batch.finish_step(step, np.array([42]))
+
+    update(batch, running=[RunningRequest("a", 4, [9])])
+    step = batch.build_step({"a": 1})
+
+    assert (step.token_ids.tolist(), step.positions.tolist()) == ([42], [4])
+    assert step.rows.block_tables.tolist() == [[7, 9]]
+    assert batch.sampling_batch(step).positions.tolist() == [1]
+
+
+def test_a_row_is_used_again_with_its_own_parameters() -> None:
+    batch = make_batch(max_num_seqs=1)
+    update(batch, added=[new("a", [1], [1], sampling_params=SamplingParams(temperature=0.5, top_k=3))])
+    before = batch.sampling_batch(batch.build_step({"a": 1}))
+
+    update(batch, removed=["a", "unknown"], added=[new("b", [2], [2], seed=9)])
+    after = batch.sampling_batch(batch.build_step({"b": 1}))
+
+    assert (before.all_greedy, before.any_filtered, before.seeds.tolist()) == (False, True, [1])
+    assert (after.all_greedy, after.any_filtered, after.seeds.tolist()) == (True, False, [9])
+
+
+def test_min_tokens_bans_until_enough_are_made_and_never_everything() -> None:
+    batch = make_batch()
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    update(
+        batch,
+        added=[
+            new(
+                "early",
+                [1, 2],
+                [1],
+                num_prompt_tokens=1,
+                sampling_params=params,
+                stop_token_ids=(5, 6, 5, 100),
+            ),
+            new("late", [1, 2, 3], [2], num_prompt_tokens=1, sampling_params=params, stop_token_ids=(5,)),
+            new("all", [1], [3], sampling_params=params, stop_token_ids=tuple(range(100))),
+        ],
+    )
+
+    sampling = batch.sampling_batch(batch.build_step({"early": 2, "late": 3, "all": 1}))
+
+    assert sampling.banned_row_index is not None
+    assert sampling.banned_row_index.tolist() == [0, 0]
+    assert sampling.banned_token_ids is not None
+    assert sampling.banned_token_ids.tolist() == [5, 6]
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    batch = make_batch(max_num_seqs=1)
+    update(batch, added=[new("a", [1, 2, 3, 4, 5], [1])])
+
+    with pytest.raises(RuntimeError, match="held here already"):
+        update(batch, added=[new("a", [1], [2])])
+    with pytest.raises(RuntimeError, match="all rows are taken"):
+        update(batch, added=[new("b", [1], [2])])
+    with pytest.raises(RuntimeError, match="no blocks"):
+        batch.build_step({"a": 5})
+    with pytest.raises(RuntimeError, match="do not have"):
+        batch.build_step({"a": 6})
+    with pytest.raises(RuntimeError, match="not held here"):
+        batch.build_step({"b": 1})
+    with pytest.raises(RuntimeError, match="longer than a row"):
+        update(batch, running=[RunningRequest("a", 0, list(range(2, 12)))])
