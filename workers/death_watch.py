@@ -16,13 +16,17 @@ from ..shm.process import ChildProcess
 class DeathWatch:
     """Watches children; from `start` to `stop` it alone calls their `receive`.
 
-    on_death: called once, from the watching thread, with the first death
-    failure:  the first death, None while all live; set before `on_death` is called. Any thread may read it
+    on_death:   called once, from the watching thread, with the first death
+    last_phase: says what a child was doing, for the error
+    failure:    the first death, None while all live; set before `on_death` is called. Any thread may read it
     """
 
-    def __init__(self, on_death: Callable[[ProcessError], None]) -> None:
+    def __init__(
+        self, on_death: Callable[[ProcessError], None], last_phase: Callable[[ChildProcess], str]
+    ) -> None:
         self.failure: ProcessError | None = None
         self._on_death = on_death
+        self._last_phase = last_phase
         self._has_failed = threading.Event()
         self._stop_fd = -1
         self._thread: threading.Thread | None = None
@@ -60,6 +64,7 @@ class DeathWatch:
         child = by_pidfd[ready[0]]
         # Everything the child said was sent before it ended, so it can be read now.
         child.receive()
+        child.last_phase = self._last_phase(child)
         self.failure = child.death(ProcessDiedError)
         self._has_failed.set()
         self._on_death(self.failure)

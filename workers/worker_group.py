@@ -143,7 +143,12 @@ def start_workers(
             if on_death is not None:
                 on_death(failure)
 
-        watch = DeathWatch(ring_and_tell)
+        def last_phase(child: ChildProcess) -> str:
+            assert child.rank is not None
+            status = board.read(first_slot + child.rank)
+            return f"{status.phase} of call {status.call_id}"
+
+        watch = DeathWatch(ring_and_tell, last_phase)
         resources.callback(watch.stop)
         request_segment = create_ring(
             f"{role_prefix}-requests", capacity=config.request_ring_bytes, num_readers=num_ranks

@@ -231,6 +231,7 @@ def test_a_death_in_a_step_wakes_who_waits_and_ends_the_peers(
 
     assert time.monotonic() - began_at < 1.0
     assert (caught.value.rank, caught.value.exitcode) == (rank, exitcode)
+    assert caught.value.detail == "last phase: forward of call 2"
     assert_all_gone(pids)
 
 
@@ -371,7 +372,7 @@ def test_a_death_counts_before_the_errors_of_its_peers(make_executor: MakeExecut
         (Fault(action="raise", rank=1, step=START), "ArithmeticError: rank 1 was told to fail"),
         (Fault(action="exit", rank=1, step=START), "weights"),
         (Fault(action="raise", rank=1, step=KV_CACHE), "ArithmeticError: rank 1 was told to fail"),
-        (Fault(action="kill", rank=1, step=KV_CACHE), "weights"),
+        (Fault(action="kill", rank=1, step=KV_CACHE), "KV cache of call 1"),
     ],
 )
 def test_a_rank_that_does_not_start_ends_all_and_says_why(
