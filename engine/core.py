@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ..shm.errors import ProcessError
 from ..workers.executor import Executor
 from ..workers.messages import ExecutorReport
 from .config import EngineConfig
@@ -65,6 +66,7 @@ class EngineCore:
         self._clients: dict[str, int] = {}
         self._pending: OutputsByClient = {}
         self._num_reports = 0
+        self._is_lost = False
 
     @property
     def has_work(self) -> bool:
@@ -125,14 +127,21 @@ class EngineCore:
         """Compute one step, if there is anything to compute, and return all outputs by client.
 
         Blocks for the length of the step, at most the executor's step timeout.
-        Raises ProcessError when a worker died or failed; the KV cache cannot be trusted any more.
+        Raises ProcessError when a worker died or failed, or when an earlier step did not end: scheduler and
+        workers disagree then on what the KV cache holds.
         """
+        if self._is_lost:
+            raise ProcessError(
+                f"dp{self._dp_rank}", rank=self._dp_rank, detail="a step did not come to its end"
+            )
         outputs, self._pending = self._pending, {}
         scheduled = self._scheduler.schedule()
         if scheduled is None:
             assert self._scheduler.num_unfinished_requests == 0, "requests that nothing advances"
             return outputs
+        self._is_lost = True
         result = self._executor.execute_model(scheduled)
+        self._is_lost = False
         for output in self._scheduler.update_from_output(scheduled, result):
             is_finished = output.finish_reason is not None
             client_index = (self._clients.pop if is_finished else self._clients.__getitem__)(

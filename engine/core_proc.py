@@ -111,6 +111,7 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
         core_output.start()
         context.on_stop(lambda: inbox.put(StopRequested()))
         context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
+        reason = "failed"
         log.info("engine core ready dp_rank=%d kv_blocks=%d", args.dp_rank, core.report.num_kv_blocks)
         EngineCoreLoop(core, inbox, core_output, dp_rank=args.dp_rank, epoch=args.epoch).run()
         reason = "stop requested"

@@ -6,13 +6,16 @@
 
 Called by: users. The scheduler runs in the caller's thread; with one rank so does the model, with more each rank
 is a process. No `if __name__ == "__main__"` is needed: children never run the caller's file.
-One thread at a time. When a worker dies, `generate` raises ReplicaLostError, and this LLM is of no more use.
+One thread at a time. Ctrl-C ends `generate` after the step under way, and this LLM can go on. When a worker
+dies, `generate` raises ReplicaLostError, and this LLM is of no more use.
 """
 
 import itertools
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -95,7 +98,10 @@ class LLM:
         try:
             for request in processed:
                 self._outputs.add_request(request)
-            with _ProgressBar(len(listed), is_shown=show_progress) as bar:
+            with (
+                _ProgressBar(len(listed), is_shown=show_progress) as bar,
+                _InterruptAfterStep() as interrupt,
+            ):
                 waiting = iter(processed)
                 while len(finished) < len(processed):
                     # The engine's queue is bounded; what does not fit yet waits here.
@@ -109,6 +115,7 @@ class LLM:
                     for output in result.outputs:
                         finished[output.request_id] = output
                         bar.advance(output.num_output_tokens)
+                    interrupt.check()
         finally:
             # After an error or Ctrl-C nothing of this call may run on into the next one.
             left = [request_id for request_id in request_ids if request_id not in finished]
@@ -141,6 +148,40 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _InterruptAfterStep:
+    """Keeps Ctrl-C out of the middle of a step, where it would part scheduler and workers for good.
+
+    Does nothing outside the main thread, or where the program has a SIGINT handler of its own. A second Ctrl-C
+    interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self._is_interrupted = False
+        self._is_installed = False
+
+    def __enter__(self) -> Self:
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_default and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_signal)
+            self._is_installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt when Ctrl-C was pressed. Called between two steps."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.check()
+        self._is_interrupted = True
 
 
 class _ProgressBar:

@@ -1,9 +1,12 @@
 """EngineCore over a fake executor, without sockets."""
 
+import pytest
+
 from phalanx.engine.core import EngineCore
 from phalanx.engine.messages import FinishReason
+from phalanx.shm.errors import ProcessDiedError, ProcessError
 from support.engine import make_engine_config, make_report, make_request, simulate
-from support.engine_children import FakeExecutor
+from support.engine_children import POISON_STEP, FakeExecutor
 
 
 def make_core(*, num_blocks=64, **scheduler):
@@ -118,3 +121,14 @@ def test_reports_are_numbered_and_count():
     assert (before.sequence, before.num_waiting, before.num_prefill_tokens) == (1, 1, 9)
     assert (after.sequence, after.num_steps, after.num_output_tokens_total) == (2, 3, 3)
     assert after.num_prefill_tokens_total == 9
+
+
+def test_after_a_step_that_did_not_end_nothing_is_computed_any_more():
+    core, executor = make_core()
+    core.add_request(make_request("a", prompt_token_ids=[POISON_STEP, 1]))
+    with pytest.raises(ProcessDiedError):
+        core.step()
+
+    with pytest.raises(ProcessError, match="did not come to its end"):
+        core.step()
+    assert executor.num_steps == 1

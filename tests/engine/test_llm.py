@@ -1,8 +1,11 @@
 """LLM and AsyncLLM on a real, tiny model: the tokens are those of transformers, whatever the scheduler does."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -120,6 +123,22 @@ def test_a_wrong_prompt_among_many_computes_nothing(llm):
 
     assert llm.generate([], GREEDY) == []
     assert llm.generate([1, 2], GREEDY)[0].finished
+
+
+def test_an_interrupt_ends_the_call_and_the_next_one_goes_on(llm, expected):
+    def interrupt():
+        while llm._client._core.stats().num_running == 0:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=400, ignore_eos=True))
+    thread.join()
+
+    assert llm._client._core.num_unfinished_requests == 0
+    assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
 
 
 def test_two_ranks_make_the_tokens_of_one(model, expected):
