@@ -2,14 +2,11 @@
 
 Started by the supervisor. Engine cores push `EngineStats`, front ends subscribe to `LoadSnapshot`. It holds no
 state that the next reports would not bring again. A malformed report is counted and logged, never fatal.
-
-Besides, it is the janitor of the runtime folder: when the supervisor is killed, it removes the folder before it
-leaves. Nothing in here holds the interpreter's lock for long, so its lifeline thread always gets to run.
 """
 
 import logging
+import math
 import time
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,24 +16,20 @@ from ..shm.child_context import ChildContext
 from ..shm.exit_codes import ExitCode
 from ..shm.sockets import bind_pub, bind_pull
 from .load_table import LoadTable
-from .runtime_dir import remove
 
 log = logging.getLogger(__name__)
 
 
 class CoordinatorArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where reports come in, where snapshots go out, and the folder to clean up after the supervisor's death."""
+    """Where reports come in, and where snapshots go out."""
 
     stats_address: str
     snapshot_address: str
-    runtime_dir: str
 
 
 def main(context: ChildContext) -> int:
     """Run until told to stop."""
     args = msgspec.msgpack.decode(context.args, type=CoordinatorArgs)
-    context.on_parent_gone(lambda: remove(Path(args.runtime_dir)))
-    context.outlive_parent_for_cleanup()
     with zmq.Context() as zmq_context:
         reports = bind_pull(zmq_context, args.stats_address)
         snapshots = bind_pub(zmq_context, args.snapshot_address)
@@ -68,8 +61,9 @@ def _serve(
     poller.register(bell, zmq.POLLIN)
     num_malformed = 0
     while not context.stop_requested.is_set():
-        wait_s = max(0.0, table.due_at() - time.monotonic())
-        if reports in dict(poller.poll(wait_s * 1000)):
+        # Rounded up: a wait that ends before its time would spin through the last millisecond.
+        wait_ms = math.ceil(max(0.0, table.due_at() - time.monotonic()) * 1000)
+        if reports in dict(poller.poll(wait_ms)):
             try:
                 table.report(decoder.decode(reports.recv(zmq.NOBLOCK)))
             except msgspec.DecodeError as error:

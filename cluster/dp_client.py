@@ -54,6 +54,12 @@ class DpClient:
         return len(self._ready())
 
     @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus output that every replica takes, in tokens; None while none is known to be ready."""
+        known = [replica.max_model_len for replica in self._replicas.values() if replica.max_model_len]
+        return min(known, default=None)
+
+    @property
     def stats(self) -> Mapping[int, EngineStats]:
         """The newest published load of each replica, by dp_rank; a replica that is absent is unknown."""
         return self._stats

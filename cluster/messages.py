@@ -22,13 +22,15 @@ class ReplicaState(StrEnum):
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One replica: where its engine core listens, and whether it serves.
 
-    epoch: one more each time the replica is started again
+    epoch:         one more each time the replica is started again
+    max_model_len: longest prompt plus output that its KV cache holds, in tokens; None until it is ready
     """
 
     dp_rank: int
     epoch: int
     state: ReplicaState
     input_address: str
+    max_model_len: int | None = None
 
 
 class FleetUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Runs in the main thread of `cluster-launch`. It waits in one place, for any of: a signal, a message of a child,
 the end of a child, a deadline. It imports neither torch nor the HTTP server. When it dies, by whatever signal,
-every child leaves by itself (see shm/child.py), and the coordinator removes the runtime folder.
+every child leaves by itself (see shm/child.py), and the folder of sockets goes (see shm/runtime_dir.py).
 """
 
 import logging
@@ -21,13 +21,13 @@ from ..engine.core_proc import EngineCoreArgs, EngineCoreReady
 from ..shm.errors import ProcessDiedError, StartupError
 from ..shm.exit_codes import ExitCode
 from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner
+from ..shm.runtime_dir import RuntimeDir
 from ..shm.status_board import StatusBoard
 from ..workers.messages import ExecutorReport
 from .config import ClusterConfig
 from .coordinator import CoordinatorArgs
 from .messages import FleetUpdate, FrontEndConnection, ReplicaInfo, ReplicaState
 from .placement import Plan
-from .runtime_dir import RuntimeDir
 from .supervision import (
     Announce,
     ChildExited,
@@ -158,11 +158,7 @@ class Supervisor:
             role=COORDINATOR,
             target="phalanx.cluster.coordinator:main",
             args=msgspec.msgpack.encode(
-                CoordinatorArgs(
-                    stats_address=stats_address,
-                    snapshot_address=snapshot_address,
-                    runtime_dir=str(runtime_dir.path),
-                )
+                CoordinatorArgs(stats_address=stats_address, snapshot_address=snapshot_address)
             ),
         )
         specs = [(ChildKind.COORDINATOR, coordinator)]
@@ -307,8 +303,15 @@ class Supervisor:
                 state = ReplicaState.READY
             else:
                 state = ReplicaState.STARTING
+            report = self._reports.get(dp_rank)
             replicas.append(
-                ReplicaInfo(dp_rank=dp_rank, epoch=_EPOCH, state=state, input_address=input_address)
+                ReplicaInfo(
+                    dp_rank=dp_rank,
+                    epoch=_EPOCH,
+                    state=state,
+                    input_address=input_address,
+                    max_model_len=report.max_model_len if report is not None else None,
+                )
             )
         payload = msgspec.msgpack.encode(FleetUpdate(replicas=replicas))
         for role, kind in self._kinds.items():

@@ -15,9 +15,9 @@ from typing import NoReturn
 from .. import __version__
 from ..shm.errors import ConfigError, ServingError, StartupError
 from ..shm.exit_codes import ExitCode
+from ..shm.logs import configure_logging
 from .config import Override, ResolvedConfig, load_config, parse_assignment, show_config
 from .listener import bind_listener
-from .logs import configure_logging
 from .preflight import check_model, count_gpus, read_api_key, resolve_device
 
 PROGRAM = "cluster-launch"
@@ -140,7 +140,7 @@ def launch_command(arguments: argparse.Namespace) -> int:
 
         print_tables([plan_table(plan)], sys.stdout)
         return ExitCode.OK
-    return run(config)
+    return run(config, plan)
 
 
 def resolve_arguments(arguments: argparse.Namespace) -> ResolvedConfig:

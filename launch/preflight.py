@@ -4,7 +4,6 @@ Called by: cli.py in the supervisor, after the tree is built and the model's fol
 ConfigError, one sentence that says what to change. Imports no torch: GPUs are counted by their device files.
 """
 
-import logging
 import os
 import re
 from dataclasses import replace
@@ -15,21 +14,15 @@ from ..workers.config import DeviceType, LoadFormat
 from ..workers.transformer_config import read_transformer_config
 from .config import LaunchConfig, ServerConfig
 
-log = logging.getLogger(__name__)
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_KEY_BYTES = 4096
 
 
 def resolve_device(config: LaunchConfig, num_gpus: int) -> LaunchConfig:
-    """Turn device "auto" into CUDA when the host has a GPU, else CPU. Warns of CPU ranks that share cores."""
+    """Turn device "auto" into CUDA when the host has a GPU, else CPU."""
     parallel = config.parallel
     if parallel.device is DeviceType.AUTO:
         parallel = replace(parallel, device=DeviceType.CUDA if num_gpus else DeviceType.CPU)
-    num_ranks = parallel.tensor_parallel_size * config.cluster.data_parallel_size
-    num_cores = len(os.sched_getaffinity(0))
-    if parallel.device is DeviceType.CPU and num_ranks > num_cores:
-        log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", num_ranks, num_cores)
     return replace(config, parallel=parallel)
 
 

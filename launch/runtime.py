@@ -3,6 +3,7 @@
 Called by: cli.py, in the main thread of the process that becomes the supervisor.
 """
 
+import logging
 import os
 import sys
 
@@ -13,11 +14,16 @@ from ..cluster.placement import Plan, make_plan
 from ..cluster.supervisor import Supervisor
 from ..shm.exit_codes import ExitCode
 from ..shm.process import ChildSpec
+from ..shm.segment import SegmentPlan, available_memory_bytes
+from ..workers.config import DeviceType
+from ..workers.worker_group import planned_segments
 from .config import LaunchConfig
 from .console import ConsoleObserver
 from .listener import bind_listener, listener_url
 from .preflight import count_gpus
 from .server.args import ApiServerArgs
+
+log = logging.getLogger(__name__)
 
 
 def plan_of(config: LaunchConfig) -> Plan:
@@ -33,9 +39,22 @@ def plan_of(config: LaunchConfig) -> Plan:
     )
 
 
-def run(config: LaunchConfig) -> ExitCode:
+def check_shared_memory(config: LaunchConfig, plan: Plan) -> None:
+    """Raise ConfigError when the rings of all replicas together do not fit this host's memory."""
+    segments = [
+        segment
+        for dp_rank in range(plan.data_parallel_size)
+        for segment in planned_segments(config.executor, config.parallel, f"dp{dp_rank}")
+    ]
+    SegmentPlan(segments=tuple(segments)).check_fits(available_memory_bytes())
+
+
+def run(config: LaunchConfig, plan: Plan) -> ExitCode:
     """Start the cluster, serve, and end with it. `config` is resolved: a folder, a device, a name."""
-    plan = plan_of(config)
+    check_shared_memory(config, plan)
+    num_cores = len(os.sched_getaffinity(0))
+    if config.parallel.device is DeviceType.CPU and len(plan.ranks) > num_cores:
+        log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", len(plan.ranks), num_cores)
     assert config.server.served_model_name is not None
     listener = bind_listener(config.server)
     observer = ConsoleObserver(

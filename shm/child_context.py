@@ -4,7 +4,6 @@ Called by: child.py, which makes the one `ChildContext` of the process and hands
 `lifeline` reads the parent's messages, and ends the process when the parent is gone.
 """
 
-import ctypes
 import importlib
 import logging
 import os
@@ -22,11 +21,10 @@ import setproctitle
 
 from .errors import ConfigError
 from .exit_codes import ExitCode
+from .logs import configure_logging
 from .process import MAX_MESSAGE_BYTES, ChildMessage, Failed, Note, Progress, Ready
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
 
 _MAX_TEXT = 32 << 10
 """Characters of an error or a traceback that are sent: both fit one message. The end says the most."""
@@ -49,7 +47,6 @@ class ChildContext:
         self._handler: Callable[[bytes], None] | None = None
         self._early_messages: list[bytes] = []
         self._stop_callbacks: list[Callable[[], None]] = []
-        self._parent_gone_callbacks: list[Callable[[], None]] = []
 
     def progress(self, phase: str) -> None:
         """Say that a phase of the start begins."""
@@ -81,17 +78,6 @@ class ChildContext:
         """Call back, in the main thread's signal handler, when a stop is asked: set an event, ring a bell, no more."""
         self._stop_callbacks.append(callback)
 
-    def on_parent_gone(self, callback: Callable[[], None]) -> None:
-        """Call back from the lifeline thread when the parent is gone, just before the process ends."""
-        self._parent_gone_callbacks.append(callback)
-
-    def outlive_parent_for_cleanup(self) -> None:
-        """Take back the kernel's parent-death signal, so that `on_parent_gone` gets to run.
-
-        Only for a process whose interpreter never holds its lock for long: the lifeline thread must get to run.
-        """
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self.stop_requested.set()
         for callback in self._stop_callbacks:
@@ -117,8 +103,6 @@ class ChildContext:
                     self._early_messages.append(data)
                 else:
                     self._handler(data)
-        for callback in self._parent_gone_callbacks:
-            callback()
         os._exit(ExitCode.PARENT_GONE)
 
 
@@ -129,6 +113,7 @@ def run_target(lifeline_fd: int, role: str, target: str) -> int:
     if not args:
         return ExitCode.PARENT_GONE
     setproctitle.setproctitle(f"phalanx {role}")
+    configure_logging(role)
     context = ChildContext(lifeline, role, args)
     threading.Thread(target=context.serve_lifeline, name="lifeline", daemon=True).start()
     # The top of a process: whatever went wrong is told to the parent, once, and becomes an exit code.

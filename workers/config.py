@@ -92,7 +92,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
-            raise ConfigError("parallel.tensor_parallel_size", f"must be at least 1, not {self.tensor_parallel_size}")
+            raise ConfigError(
+                "parallel.tensor_parallel_size", f"must be at least 1, not {self.tensor_parallel_size}"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError("parallel.num_threads", f"must be at least 1, not {self.num_threads}")
 

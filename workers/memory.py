@@ -3,8 +3,10 @@
 Called by: Worker, at the start. The executor takes the minimum over the ranks.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .config import CacheConfig
@@ -48,13 +50,9 @@ def kv_cache_shape(
 
 def make_kv_caches(shape: KVCacheShape, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
     """Allocate the cache of all layers, zeroed. Raises DeviceMemoryError."""
-    size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
     try:
         return [
-            LayerKVCache(
-                k=torch.zeros(size, dtype=shape.dtype, device=device),
-                v=torch.zeros(size, dtype=shape.dtype, device=device),
-            )
+            LayerKVCache(k=_zeros(shape, num_blocks, device), v=_zeros(shape, num_blocks, device))
             for _ in range(shape.num_layers)
         ]
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -62,6 +60,16 @@ def make_kv_caches(shape: KVCacheShape, num_blocks: int, device: torch.device) -
             f"{num_blocks} KV blocks of {shape.bytes_per_block} bytes do not fit on {device}; "
             "lower cache.num_blocks or cache.memory_utilization"
         ) from error
+
+
+def _zeros(shape: KVCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
+    size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=shape.dtype, device=device)
+    # numpy takes its zeros from the kernel, page by page when they are first used; torch would write each now,
+    # and four ranks of a small machine would spend seconds on memory that most of them never need.
+    num_bytes = math.prod(size) * shape.dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(shape.dtype).view(size)
 
 
 def count_kv_blocks(

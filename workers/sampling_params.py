@@ -4,8 +4,6 @@ Called by: users (`from phalanx import SamplingParams`), the API server, and, de
 Checked where it is built, in the front end: a worker never meets a value that it must refuse.
 """
 
-import math
-
 import msgspec
 
 from ..shm.errors import ServingError
@@ -67,7 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not be greater than max_tokens")
         # A user may write one string or a list; a frozen value is normalised in place, once.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given: object = self.stop
+        stop = (given,) if isinstance(given, str) else tuple(self.stop)
         for text in stop:
             _require(isinstance(text, str) and text != "", "stop", "must hold non-empty strings")
         msgspec.structs.force_setattr(self, "stop", stop)
@@ -90,11 +89,17 @@ def _require(condition: bool, field: str, problem: str) -> None:
 
 
 def _check_number(field: str, value: object, low: float, high: float) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    _require(ok and low <= float(value) <= high, field, f"must be a number in [{low:g}, {high:g}], not {value!r}")  # type: ignore[arg-type]
+    # A NaN is in no range. True is an int to Python, and to nobody else.
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, field, f"must be a number in [{low:g}, {high:g}], not {value!r}")
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
+    ok = (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and low <= value
+        and (high is None or value <= high)
+    )
     bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
     _require(ok, field, f"must be an integer {bounds}, not {value!r}")

@@ -53,7 +53,9 @@ def read_transformer_config(path: str | Path) -> TransformerConfig:
         raise ConfigError("model", f"{folder} is not a folder")
     raw = _read_json(folder / "config.json")
     if raw is None:
-        raise ConfigError("model", f"{folder} holds no config.json, so it is not a model in Hugging Face's layout")
+        raise ConfigError(
+            "model", f"{folder} holds no config.json, so it is not a model in Hugging Face's layout"
+        )
     generation = _read_json(folder / "generation_config.json") or {}
     try:
         return _parse(raw, generation)

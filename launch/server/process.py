@@ -24,7 +24,6 @@ from ...engine.async_llm import AsyncLLM
 from ...engine.input_processor import InputProcessor
 from ...shm.child_context import ChildContext
 from ...shm.exit_codes import ExitCode
-from ..logs import configure_logging
 from ..metrics import ServerMetrics
 from ..preflight import read_api_key
 from .app import create_app
@@ -41,7 +40,6 @@ LAST_WRITES_S = 2
 
 def main(context: ChildContext) -> int:
     """Serve until a stop is asked. The result is the exit code."""
-    configure_logging(context.role)
     args = msgspec.msgpack.decode(context.args, type=ApiServerArgs)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(context, args))
@@ -80,8 +78,13 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     await engine.start()
     decoder = msgspec.msgpack.Decoder(FleetUpdate)
 
+    def apply(update: FleetUpdate) -> None:
+        client.apply(update)
+        if client.max_model_len is not None:
+            input_processor.max_model_len = client.max_model_len
+
     def take_update(data: bytes) -> None:
-        loop.call_soon_threadsafe(client.apply, decoder.decode(data))
+        loop.call_soon_threadsafe(apply, decoder.decode(data))
 
     context.on_message(take_update)
     service = make_service(args, input_processor, engine, client)
@@ -138,7 +141,7 @@ def make_service(
         model_root=args.model.path,
         # The API's own notion of an instant: seconds since 1970.
         created_at=int(time.time()),
-        max_model_len=input_processor.max_model_len,
+        get_max_model_len=lambda: input_processor.max_model_len,
         vocab_size=input_processor.vocab_size,
         max_prompts=args.server.max_prompts,
         max_body_bytes=args.server.max_body_bytes,

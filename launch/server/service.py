@@ -5,7 +5,7 @@ which part of each is used. Everything runs on the event loop of one API-server 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,11 +133,16 @@ class Service:
     model_name: str
     model_root: str
     created_at: int
-    max_model_len: int
+    get_max_model_len: Callable[[], int]
     vocab_size: int
     max_prompts: int
     max_body_bytes: int
     api_key: str | None
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens: what the model knows, and every replica's KV cache holds."""
+        return self.get_max_model_len()
 
     def check_open(self) -> None:
         """Raise the 503 that a request gets when nothing can serve it now."""

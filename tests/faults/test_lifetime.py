@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,12 +19,17 @@ ARGUMENTS = (str(TINY_MODEL), "--tp", "2", "--dp", "2", "--device", "cpu", "--se
 pytestmark = pytest.mark.timeout(300)
 
 
-def start(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, *ARGUMENTS)
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster that has just been started."""
+    cluster = Cluster(tmp_path, *ARGUMENTS)
+    yield cluster
+    cluster.process.kill()
+    cluster.process.wait()
 
 
-def test_one_interrupt_finishes_running_streams_and_leaves_nothing(tmp_path: Path) -> None:
-    cluster = start(tmp_path).wait_ready()
+def test_one_interrupt_finishes_running_streams_and_leaves_nothing(cluster: Cluster) -> None:
+    cluster.wait_ready()
     pids = cluster.tree()
     body = {"model": "tiny", "prompt": "Licensed", "max_tokens": 120, "stream": True, "ignore_eos": True}
 
@@ -39,8 +45,8 @@ def test_one_interrupt_finishes_running_streams_and_leaves_nothing(tmp_path: Pat
     cluster.assert_nothing_left(pids)
 
 
-def test_three_interrupts_stop_at_once_and_leave_nothing(tmp_path: Path) -> None:
-    cluster = start(tmp_path).wait_ready()
+def test_three_interrupts_stop_at_once_and_leave_nothing(cluster: Cluster) -> None:
+    cluster.wait_ready()
     pids = cluster.tree()
     body = {"model": "tiny", "prompt": "Licensed", "max_tokens": 400, "stream": True, "ignore_eos": True}
 
@@ -59,9 +65,8 @@ def test_three_interrupts_stop_at_once_and_leave_nothing(tmp_path: Path) -> None
     cluster.assert_nothing_left(pids)
 
 
-def test_an_interrupt_while_loading_leaves_nothing(tmp_path: Path) -> None:
-    cluster = start(tmp_path)
-    wait_until(lambda: "tp1: import" in cluster.stderr, timeout_s=60, what="the start of the workers")
+def test_an_interrupt_while_loading_leaves_nothing(cluster: Cluster) -> None:
+    wait_until(lambda: "tp1 import" in cluster.stderr, timeout_s=60, what="the start of the workers")
     pids = cluster.tree()
 
     cluster.interrupt()
@@ -70,9 +75,8 @@ def test_an_interrupt_while_loading_leaves_nothing(tmp_path: Path) -> None:
     cluster.assert_nothing_left(pids)
 
 
-@pytest.mark.parametrize("moment", ["dp1: import", "tp1: import", "tp1: weights", "ready after"])
-def test_nothing_survives_the_supervisor(tmp_path: Path, moment: str) -> None:
-    cluster = start(tmp_path)
+@pytest.mark.parametrize("moment", ["dp1: import", "tp1 import", "tp1 weights", "ready after"])
+def test_nothing_survives_the_supervisor(cluster: Cluster, moment: str) -> None:
     wait_until(lambda: moment in cluster.stderr + cluster.stdout, timeout_s=90, what=moment)
     pids = cluster.tree()
     assert pids
@@ -84,8 +88,8 @@ def test_nothing_survives_the_supervisor(tmp_path: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["dp0 tp0", "dp1 tp1", "dp1", "coordinator", "api0"])
-def test_a_killed_process_is_named_and_the_cluster_ends(tmp_path: Path, victim: str) -> None:
-    cluster = start(tmp_path).wait_ready()
+def test_a_killed_process_is_named_and_the_cluster_ends(cluster: Cluster, victim: str) -> None:
+    cluster.wait_ready()
     pids = cluster.tree()
 
     os.kill(cluster.pids()[f"phalanx {victim}"], signal.SIGKILL)
@@ -95,8 +99,8 @@ def test_a_killed_process_is_named_and_the_cluster_ends(tmp_path: Path, victim: 
     cluster.assert_nothing_left(pids)
 
 
-def test_a_request_of_a_lost_replica_ends_with_an_error(tmp_path: Path) -> None:
-    cluster = start(tmp_path).wait_ready()
+def test_a_request_of_a_lost_replica_ends_with_an_error(cluster: Cluster) -> None:
+    cluster.wait_ready()
     pids = cluster.tree()
     body = {"model": "tiny", "prompt": "Licensed", "max_tokens": 450, "stream": True, "ignore_eos": True}
 

@@ -129,7 +129,7 @@ def make_service(
         "model_name": "tiny",
         "model_root": "/models/tiny",
         "created_at": 1700000000,
-        "max_model_len": MAX_MODEL_LEN,
+        "get_max_model_len": lambda: MAX_MODEL_LEN,
         "vocab_size": VOCAB_SIZE,
         "max_prompts": 8,
         "max_body_bytes": 1 << 20,

@@ -1,6 +1,6 @@
 """The format of log lines, the same for every process: time, level, who, what.
 
-Called by: cli.py in the supervisor, and the main function of each child, once, first thing.
+Called by: the command line in the top process, and child_context.py in every child, once, first thing.
 """
 
 import logging

@@ -7,7 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from phalanx.cluster.runtime_dir import RuntimeDir
+from phalanx.shm.runtime_dir import RuntimeDir
+from support.children import wait_until
 
 
 def test_the_folder_is_private_and_gone_after_close(tmp_path: Path) -> None:
@@ -29,12 +30,27 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
     second.close()
 
 
-def test_the_next_cluster_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_janitor_removes_what_a_killed_owner_left(tmp_path: Path) -> None:
     script = f"""
         import os, pathlib, signal
-        from phalanx.cluster.runtime_dir import RuntimeDir
+        from phalanx.shm.runtime_dir import RuntimeDir
         runtime_dir = RuntimeDir.create(pathlib.Path({str(tmp_path)!r}))
         (runtime_dir.path / "socket").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=False)
+
+    wait_until(lambda: not list(tmp_path.iterdir()), timeout_s=5, what="the janitor's work")
+
+
+def test_the_next_owner_removes_what_is_left_when_the_janitor_was_killed_too(tmp_path: Path) -> None:
+    script = f"""
+        import os, pathlib, signal
+        from phalanx.shm.runtime_dir import RuntimeDir
+        runtime_dir = RuntimeDir.create(pathlib.Path({str(tmp_path)!r}))
+        runtime_dir._janitor.kill()
+        runtime_dir._janitor.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
