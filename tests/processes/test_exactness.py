@@ -4,14 +4,13 @@ Each cluster of the matrix answers all prompts alone and at once, streamed and n
 sample of the matrix and fewer prompts alone; `make test-full` runs it whole.
 """
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import AsyncOpenAI
 
 from phalanx.launch.embedded_model import ensure_default_model
+from support.clients import ask
 from support.launch import Cluster, running_cluster
 from support.prompts import PREFILL_BUDGET, PROMPTS
 from support.reference import greedy_texts
@@ -59,41 +58,18 @@ def cluster(
         yield cluster
 
 
-async def complete(client: AsyncOpenAI, prompt: str, *, stream: bool) -> str:
-    settings = {
-        "model": "SmolLM2-135M-Instruct",
-        "prompt": prompt,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-    }
-    if not stream:
-        return (await client.completions.create(**settings)).choices[0].text
-    chunks = await client.completions.create(**settings, stream=True)
-    return "".join([chunk.choices[0].text async for chunk in chunks])
-
-
-def ask(cluster: Cluster, prompts: tuple[str, ...], *, stream: bool, at_once: bool) -> list[str]:
-    async def run() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-            if at_once:
-                return await asyncio.gather(*(complete(client, prompt, stream=stream) for prompt in prompts))
-            return [await complete(client, prompt, stream=stream) for prompt in prompts]
-
-    return asyncio.run(run())
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_all_prompts_at_once(cluster: Cluster, expected: list[str], stream: bool) -> None:
-    assert ask(cluster, PROMPTS, stream=stream, at_once=True) == expected
+    assert ask(cluster, PROMPTS, max_tokens=MAX_TOKENS, stream=stream, at_once=True) == expected
 
 
 def test_some_prompts_alone(cluster: Cluster, expected: list[str]) -> None:
     some = slice(None, None, len(PROMPTS) // SAMPLED_ALONE)
 
-    assert ask(cluster, PROMPTS[some], stream=False, at_once=False) == expected[some]
+    assert ask(cluster, PROMPTS[some], max_tokens=MAX_TOKENS, stream=False, at_once=False) == expected[some]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_all_prompts_alone(cluster: Cluster, expected: list[str], stream: bool) -> None:
-    assert ask(cluster, PROMPTS, stream=stream, at_once=False) == expected
+    assert ask(cluster, PROMPTS, max_tokens=MAX_TOKENS, stream=stream, at_once=False) == expected
