@@ -93,12 +93,19 @@ def count_kv_blocks(
     return min(num_blocks, max_num_seqs * -(-max_model_len // cache.block_size) + 1)
 
 
-def cuda_room(device: torch.device, *, memory_utilization: float, profile_peak_bytes: int) -> int:
+def cuda_room(
+    device: torch.device, *, memory_utilization: float, profile_peak_bytes: int, shares_device: bool
+) -> int:
     """Bytes left for the KV cache on a GPU.
 
     profile_peak_bytes: the most that torch had allocated during the profile run, without its scratch cache
+    shares_device:      other ranks use the same GPU, each within its own memory_utilization
     """
     free, total = torch.cuda.mem_get_info(device)
+    if shares_device:
+        # What others hold is not charged to this rank, and changes while it looks.
+        room = min(int(memory_utilization * total), free + torch.cuda.memory_reserved(device))
+        return room - profile_peak_bytes
     # What the driver counts as used beyond torch's own pool: contexts, NCCL, and other processes.
     outside = total - free - torch.cuda.memory_reserved(device)
     return int(memory_utilization * total) - profile_peak_bytes - outside

@@ -177,6 +177,7 @@ class Worker:
                 self._device,
                 memory_utilization=config.cache.memory_utilization,
                 profile_peak_bytes=peak,
+                shares_device=config.parallel.share_device,
             )
         return count_kv_blocks(
             config.cache,
