@@ -1,0 +1,206 @@
+"""What a lost replica had, continued elsewhere. Pure: told of sends, outputs, losses and the time.
+
+Called by: DpClient, in each front end. It stands between the engine cores and everything in the front end that
+makes text of tokens, so a loss is invisible above it: the stop-string window, half characters and the client's
+stream simply wait. A request continues from its prompt and all tokens received so far, with the same seed, by the
+path by which a preempted request is resumed; see `EngineCoreRequest.attempt`.
+
+Who is to blame. A request whose own contents kill a replica must not kill them all. A request that was lost before
+it made any token in this attempt is a suspect. One that is a suspect twice in a row, alone, is blamed: it ends with
+an error, and its fingerprint is remembered. When several are, each is tried alone; the first that makes a token
+again is cleared, and the one with which another replica dies is blamed. Requests that make progress are never
+suspects, however often their replicas are killed.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+MAX_FINGERPRINTS = 1024
+"""Blamed requests that are remembered, the newest ones."""
+_SUSPECT_LIMIT = 2
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request that has not finished. dp_rank: who computes it; None: parked since `parked_at`."""
+
+    request: EngineCoreRequest
+    dp_rank: int | None
+    attempt: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    made_progress: bool = False
+    num_suspicions: int = 0
+    parked_at: float = 0.0
+    has_told_cached_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayStats:
+    """Counters since the start of this front end."""
+
+    num_replayed: int
+    num_expired: int
+    num_blamed: int
+    num_stale_outputs: int
+    num_parked: int
+
+
+class ReplayLog:
+    """All unfinished requests of one front end. Owner: its event loop.
+
+    wait_s: how long a request may be parked, waiting for a replica, before it ends with an error
+    """
+
+    def __init__(self, *, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._entries: dict[str, _Entry] = {}
+        self._parked: dict[str, None] = {}
+        self._on_probation: str | None = None
+        self._blamed: OrderedDict[bytes, None] = OrderedDict()
+        self._num_replayed = 0
+        self._num_expired = 0
+        self._num_blamed = 0
+        self._num_stale = 0
+
+    def admit(self, request: EngineCoreRequest, dp_rank: int) -> None:
+        """Note that a new request goes to a replica."""
+        self._entries[request.request_id] = _Entry(
+            request, dp_rank, request.attempt, list(request.output_token_ids)
+        )
+
+    def is_blamed(self, request: EngineCoreRequest) -> bool:
+        """True when an equal request has killed replicas before."""
+        return bool(self._blamed) and _fingerprint(request) in self._blamed
+
+    def accept(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Take what engine cores sent; return what is news, in order. Outputs of an older attempt are dropped."""
+        news = []
+        for output in outputs:
+            entry = self._entries.get(output.request_id)
+            if entry is None or output.attempt != entry.attempt or entry.dp_rank is None:
+                self._num_stale += 1
+                continue
+            if output.new_token_ids:
+                entry.output_token_ids += output.new_token_ids
+                self._clear(output.request_id, entry)
+            if entry.has_told_cached_tokens and output.num_cached_tokens:
+                # Those of the first admission are what the client is told; a replay's hits are ours.
+                output = msgspec.structs.replace(output, num_cached_tokens=0)
+            entry.has_told_cached_tokens = True
+            if output.finish_reason is not None:
+                self.forget(output.request_id)
+            news.append(output)
+        return news
+
+    def lose(self, dp_rank: int, now: float) -> list[EngineCoreOutput]:
+        """A replica is gone: park its requests, and return the errors of those that end with it."""
+        lost = {name: entry for name, entry in self._entries.items() if entry.dp_rank == dp_rank}
+        suspects = []
+        for name, entry in lost.items():
+            entry.dp_rank = None
+            entry.attempt += 1
+            entry.parked_at = now
+            self._parked[name] = None
+            if entry.made_progress:
+                entry.num_suspicions = 0
+            else:
+                entry.num_suspicions += 1
+                suspects.append(name)
+            entry.made_progress = False
+        convicts = [name for name in suspects if self._entries[name].num_suspicions >= _SUSPECT_LIMIT]
+        if self._on_probation in lost:
+            convicts = [name for name in convicts if name == self._on_probation]
+            self._on_probation = None
+        if len(convicts) != 1:
+            return []
+        return [self._blame(convicts[0])]
+
+    def replayable(self) -> list[EngineCoreRequest]:
+        """Return the parked requests that may be sent now, as they must be sent; `replayed` says they were."""
+        ready = []
+        for name in self._parked:
+            entry = self._entries[name]
+            if entry.num_suspicions >= _SUSPECT_LIMIT:
+                if self._on_probation not in (None, name):
+                    continue
+                self._on_probation = name
+            ready.append(
+                msgspec.structs.replace(
+                    entry.request, attempt=entry.attempt, output_token_ids=list(entry.output_token_ids)
+                )
+            )
+        return ready
+
+    def replayed(self, request_id: str, dp_rank: int) -> None:
+        """Note that a parked request went to a replica."""
+        del self._parked[request_id]
+        self._entries[request_id].dp_rank = dp_rank
+        self._num_replayed += 1
+
+    def expire(self, now: float) -> list[EngineCoreOutput]:
+        """Return the errors of the requests that have been parked for too long."""
+        late = [name for name in self._parked if now - self._entries[name].parked_at >= self._wait_s]
+        self._num_expired += len(late)
+        return [self._end(name, "its replica was lost, and no other became ready in time") for name in late]
+
+    def next_expiry_at(self) -> float | None:
+        """When `expire` will next find something; None while nothing is parked."""
+        return min((self._entries[name].parked_at + self._wait_s for name in self._parked), default=None)
+
+    def forget(self, request_id: str) -> int | None:
+        """Drop a request: finished or aborted. Returns the replica that computes it, None when there is none."""
+        entry = self._entries.pop(request_id, None)
+        self._parked.pop(request_id, None)
+        if self._on_probation == request_id:
+            self._on_probation = None
+        return entry.dp_rank if entry is not None else None
+
+    def num_unfinished(self, dp_rank: int) -> int:
+        """Requests of this front end that a replica computes."""
+        return sum(entry.dp_rank == dp_rank for entry in self._entries.values())
+
+    def stats(self) -> ReplayStats:
+        """Return the counters."""
+        return ReplayStats(
+            num_replayed=self._num_replayed,
+            num_expired=self._num_expired,
+            num_blamed=self._num_blamed,
+            num_stale_outputs=self._num_stale,
+            num_parked=len(self._parked),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when parked and unfinished requests disagree."""
+        assert set(self._parked) == {name for name, entry in self._entries.items() if entry.dp_rank is None}
+        assert self._on_probation is None or self._on_probation in self._entries
+
+    def _clear(self, request_id: str, entry: _Entry) -> None:
+        entry.made_progress = True
+        entry.num_suspicions = 0
+        if self._on_probation == request_id:
+            self._on_probation = None
+
+    def _blame(self, request_id: str) -> EngineCoreOutput:
+        self._num_blamed += 1
+        self._blamed[_fingerprint(self._entries[request_id].request)] = None
+        while len(self._blamed) > MAX_FINGERPRINTS:
+            self._blamed.popitem(last=False)
+        return self._end(request_id, "two replicas in a row were lost as soon as they began it")
+
+    def _end(self, request_id: str, reason: str) -> EngineCoreOutput:
+        entry = self._entries[request_id]
+        self.forget(request_id)
+        return EngineCoreOutput(
+            request_id=request_id, attempt=entry.attempt, finish_reason=FinishReason.ERROR, error=reason
+        )
+
+
+def _fingerprint(request: EngineCoreRequest) -> bytes:
+    """Equal for requests that ask the same: prompt and parameters; the seed is drawn anew each time."""
+    parts = (request.prompt_token_ids, request.sampling_params)
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).digest()

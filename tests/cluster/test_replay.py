@@ -1,0 +1,215 @@
+"""Requests of lost replicas: continued with every token exactly once, and the guilty one found."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cluster.replay import ReplayLog
+from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from phalanx.workers.sampling_params import SamplingParams
+
+
+def make_request(name: str = "a", prompt: tuple[int, ...] = (1, 2, 3)) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=name,
+        client_index=0,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=10),
+        eos_token_ids=(0,),
+        seed=7,
+        arrived_at=0.0,
+    )
+
+
+def tokens(name: str, *ids: int, attempt: int = 0, last: bool = False, cached: int = 0) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=name,
+        attempt=attempt,
+        new_token_ids=list(ids),
+        finish_reason=FinishReason.LENGTH if last else None,
+        num_cached_tokens=cached,
+    )
+
+
+@pytest.fixture
+def log() -> ReplayLog:
+    return ReplayLog(wait_s=30.0)
+
+
+def test_a_lost_request_continues_from_all_tokens_received(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    log.accept([tokens("a", 5), tokens("a", 6)])
+
+    assert log.lose(0, now=1.0) == []
+
+    (again,) = log.replayable()
+    assert (again.attempt, again.output_token_ids, again.seed) == (1, [5, 6], 7)
+    assert again.prompt_token_ids == [1, 2, 3]
+
+
+def test_outputs_of_the_lost_attempt_are_dropped(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    log.lose(0, now=1.0)
+    assert log.accept([tokens("a", 5)]) == []
+    log.replayed("a", 1)
+
+    assert log.accept([tokens("a", 5, attempt=0)]) == []
+    assert log.accept([tokens("a", 5, attempt=1)]) == [tokens("a", 5, attempt=1)]
+    assert log.stats().num_stale_outputs == 2
+
+
+def test_other_replicas_requests_are_left_alone(log: ReplayLog) -> None:
+    log.admit(make_request("a"), 0)
+    log.admit(make_request("b"), 1)
+
+    log.lose(0, now=1.0)
+
+    assert [request.request_id for request in log.replayable()] == ["a"]
+    assert log.num_unfinished(1) == 1
+
+
+def test_cached_tokens_are_those_of_the_first_admission(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    (first,) = log.accept([tokens("a", 5, cached=2)])
+    log.lose(0, now=1.0)
+    log.replayed("a", 1)
+    (second,) = log.accept([tokens("a", 6, attempt=1, cached=3)])
+
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (2, 0)
+
+
+def test_a_request_waits_for_a_replica_only_so_long(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    log.lose(0, now=1.0)
+
+    assert log.next_expiry_at() == 31.0
+    assert log.expire(30.9) == []
+    (error,) = log.expire(31.0)
+    assert error.finish_reason is FinishReason.ERROR
+    assert log.replayable() == []
+    assert log.next_expiry_at() is None
+
+
+def test_an_aborted_request_is_not_replayed(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    log.lose(0, now=1.0)
+
+    assert log.forget("a") is None
+    assert log.replayable() == []
+    log.check_invariants()
+
+
+def lose_and_replay(log: ReplayLog, dp_rank: int, now: float = 1.0) -> list[EngineCoreOutput]:
+    """Lose a replica and send what may be sent to the same rank, as it comes back."""
+    ended = log.lose(dp_rank, now)
+    for request in log.replayable():
+        log.replayed(request.request_id, dp_rank)
+    return ended
+
+
+def test_a_request_that_kills_two_replicas_in_a_row_is_blamed_and_remembered(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    assert lose_and_replay(log, 0) == []
+
+    (error,) = lose_and_replay(log, 0)
+
+    assert error.finish_reason is FinishReason.ERROR
+    assert log.is_blamed(make_request("later"))
+    assert log.is_blamed(msgspec.structs.replace(make_request("later"), seed=8))
+    assert not log.is_blamed(make_request("other", prompt=(1, 2, 4)))
+
+
+def test_a_request_that_makes_progress_is_never_blamed(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+
+    for attempt in range(9):
+        log.accept([tokens("a", attempt, attempt=attempt)])
+        assert lose_and_replay(log, 0) == []
+
+
+def test_the_guilty_one_of_many_is_found_and_the_others_go_on(log: ReplayLog) -> None:
+    names = ["a", "b", "poison", "c"]
+    for index, name in enumerate(names):
+        log.admit(make_request(name, prompt=(index,)), 0)
+    ended = [*lose_and_replay(log, 0), *lose_and_replay(log, 0)]
+    assert ended == []
+
+    survivors = []
+    for _ in range(10):
+        running = [name for name in names if log.num_unfinished(0) and log._entries.get(name)]
+        tried = [name for name in running if log._entries[name].dp_rank == 0]
+        if not tried:
+            break
+        (name,) = tried
+        if name == "poison":
+            ended += lose_and_replay(log, 0)
+        else:
+            log.accept([tokens(name, 9, attempt=log._entries[name].attempt, last=True)])
+            survivors.append(name)
+            for request in log.replayable():
+                log.replayed(request.request_id, 0)
+
+    assert [output.request_id for output in ended] == ["poison"]
+    assert survivors == ["a", "b", "c"]
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1))
+def test_every_token_arrives_exactly_once_whatever_is_lost(seed: int) -> None:
+    """Engines as little machines: token i of request r is (r, i); replicas die at random, messages arrive late."""
+    rng = random.Random(seed)
+    log = ReplayLog(wait_s=1e9)
+    length = {f"r{index}": rng.randint(1, 8) for index in range(6)}
+    running: dict[int, dict[str, tuple[int, int]]] = {0: {}, 1: {}}
+    wires: dict[int, list[EngineCoreOutput]] = {0: [], 1: []}
+    received: dict[str, list[int]] = {name: [] for name in length}
+    finished: set[str] = set()
+
+    def start(request: EngineCoreRequest, dp_rank: int) -> None:
+        running[dp_rank][request.request_id] = (request.attempt, len(request.output_token_ids))
+
+    def deliver(outputs: list[EngineCoreOutput]) -> None:
+        for output in log.accept(outputs):
+            received[output.request_id] += output.new_token_ids
+            if output.finish_reason is FinishReason.LENGTH:
+                finished.add(output.request_id)
+
+    for name in length:
+        rank = rng.randrange(2)
+        log.admit(make_request(name), rank)
+        start(make_request(name), rank)
+    for _ in range(3000):
+        if len(finished) == len(length):
+            break
+        rank = rng.randrange(2)
+        event = rng.random()
+        if event < 0.5 and running[rank]:
+            name = rng.choice(sorted(running[rank]))
+            attempt, position = running[rank][name]
+            is_last = position + 1 == length[name]
+            wires[rank].append(tokens(name, position, attempt=attempt, last=is_last))
+            running[rank][name] = (attempt, position + 1)
+            if is_last:
+                del running[rank][name]
+        elif event < 0.9:
+            count = rng.randint(0, len(wires[rank]))
+            deliver(wires[rank][:count])
+            del wires[rank][:count]
+        elif all(entry.made_progress or entry.num_suspicions == 0 for entry in log._entries.values()):
+            # What was on the wire may still arrive after the loss was seen, or never.
+            late = wires[rank] if rng.random() < 0.5 else []
+            running[rank], wires[rank] = {}, []
+            assert log.lose(rank, now=0.0) == []
+            deliver(late)
+            for request in log.replayable():
+                target = rng.randrange(2)
+                log.replayed(request.request_id, target)
+                start(request, target)
+        log.check_invariants()
+
+    for name, count in length.items():
+        assert received[name] == list(range(len(received[name])))
+        assert name not in finished or received[name] == list(range(count))
