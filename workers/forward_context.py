@@ -10,11 +10,16 @@ lengths form a group, and one call computes the group, so no loop over requests 
     short    2 to 31 new tokens, same bucket        folded           causal
     long     one row of 32 tokens or more           group in batch   causal; none needed from position 0
 
+Layers with a sliding window have groups of their own, which hold no key that none of their queries sees: a row of
+a million tokens costs such a layer no more than its window. A step in which no row is longer than the window is
+grouped once, for all layers.
+
 Keys are gathered by slot, not by block: a place that holds no token of the row reads slot 0, in the null block,
 which is always zero. Stale values, a NaN among them, thus never reach a sum: 0 * NaN would be NaN.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +36,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGroup:
-    """Rows of alike lengths, with R rows, Q new tokens and K keys each after padding.
+    """Rows of alike lengths, with R rows, Q new tokens and K visible keys each after padding.
 
     query_index:  [R * Q] int64, the tokens of the step to read; a padded place repeats the row's last token
     output_index: [num_real] int64, places of [R * Q] that are real; None when all are
     slots:        [R * K] int64, where the keys are; 0 in a padded place
     slot_range:   first slot when R is 1 and the K slots lie side by side: then nothing is gathered
     mask:         [R, 1, Q, K] in the model's dtype, 0 or -inf, None when every query sees every key
-    is_causal:    True: one row from position 0, so plain causal attention needs no mask
+    is_causal:    True: one row from position 0, no longer than the window, so plain causal attention needs no mask
     """
 
     num_rows: int
@@ -57,11 +62,12 @@ class ForwardContext:
     """One step.
 
     slot_mapping: [num_tokens] int64, the flat cache position of each new token
-    groups:       cover every token of the step exactly once
+    groups:       for each attention window of the model (None: full attention), covering every token of the step
+                  exactly once
     """
 
     slot_mapping: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    groups: Mapping[int | None, tuple[AttentionGroup, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,61 +85,92 @@ class StepRows:
     block_size: int
 
 
-def build_forward_context(rows: StepRows, *, dtype: torch.dtype, device: torch.device) -> ForwardContext:
-    """Group the rows of a step and build index tensors and masks."""
+def build_forward_context(
+    rows: StepRows, *, windows: Sequence[int | None] = (None,), dtype: torch.dtype, device: torch.device
+) -> ForwardContext:
+    """Group the rows of a step and build index tensors and masks.
+
+    windows: for which there are layers. A query sees that many tokens at most, itself among them; None: all
+    """
     starts = np.cumsum(rows.query_lens) - rows.query_lens
     total = int(rows.query_lens.sum())
     row_of_token = np.repeat(np.arange(len(rows.query_lens)), rows.query_lens)
     positions = (rows.kv_lens - rows.query_lens - starts)[row_of_token] + np.arange(total)
     slot_mapping = _slots_of(rows, row_of_token, positions)
-    groups = [
-        _build_group(rows, members, starts[members], dtype=dtype, device=device)
-        for members in _partition_rows(rows)
-    ]
-    return ForwardContext(slot_mapping=torch.from_numpy(slot_mapping).to(device), groups=tuple(groups))
+    longest = int(rows.kv_lens.max(initial=0))
+    groups: dict[int | None, tuple[AttentionGroup, ...]] = {}
+    # By the window that counts: one that is longer than every row hides nothing.
+    made: dict[int, tuple[AttentionGroup, ...]] = {}
+    for window in windows:
+        reach = longest if window is None else min(window, longest)
+        if reach not in made:
+            # The first token of each row that any of its queries sees.
+            first_keys = np.maximum(rows.kv_lens - rows.query_lens + 1 - reach, 0)
+            made[reach] = tuple(
+                _build_group(
+                    rows,
+                    members,
+                    starts[members],
+                    first_keys=first_keys[members],
+                    reach=reach,
+                    dtype=dtype,
+                    device=device,
+                )
+                for members in _partition_rows(rows, rows.kv_lens - first_keys)
+            )
+        groups[window] = made[reach]
+    return ForwardContext(slot_mapping=torch.from_numpy(slot_mapping).to(device), groups=groups)
 
 
-def _partition_rows(rows: StepRows) -> list[Ints]:
-    """Put rows of the same query bucket and KV bucket (powers of two) together."""
+def _partition_rows(rows: StepRows, num_keys: Ints) -> list[Ints]:
+    """Put rows of the same query bucket and bucket of visible keys (powers of two) together."""
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     alone: list[Ints] = []
-    for row, (query_len, kv_len) in enumerate(
-        zip(rows.query_lens.tolist(), rows.kv_lens.tolist(), strict=True)
-    ):
+    for row, (query_len, keys) in enumerate(zip(rows.query_lens.tolist(), num_keys.tolist(), strict=True)):
         if query_len >= LONG_QUERY:
             alone.append(np.array([row]))
         else:
-            num_blocks = -(-kv_len // rows.block_size)
+            num_blocks = -(-keys // rows.block_size)
             buckets[(query_len - 1).bit_length(), (num_blocks - 1).bit_length()].append(row)
     groups = alone
     for members in buckets.values():
         index = np.array(members)
-        rows_at_once = max(1, MAX_GATHERED_SLOTS // int(rows.kv_lens[index].max()))
+        rows_at_once = max(1, MAX_GATHERED_SLOTS // int(num_keys[index].max()))
         groups.extend(index[first : first + rows_at_once] for first in range(0, len(index), rows_at_once))
     return groups
 
 
 def _build_group(
-    rows: StepRows, members: Ints, starts: Ints, *, dtype: torch.dtype, device: torch.device
+    rows: StepRows,
+    members: Ints,
+    starts: Ints,
+    *,
+    first_keys: Ints,
+    reach: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionGroup:
+    """starts: of the rows' tokens in the step; first_keys: positions in the rows; reach: tokens a query sees."""
     query_lens, kv_lens = rows.query_lens[members], rows.kv_lens[members]
-    num_rows, query_len, kv_len = len(members), int(query_lens.max()), int(kv_lens.max())
+    num_keys = kv_lens - first_keys
+    num_rows, query_len, kv_len = len(members), int(query_lens.max()), int(num_keys.max())
 
     # [R, Q]: a padded place repeats the row's last token, so that its softmax has something to see.
     query_offsets = np.minimum(np.arange(query_len), query_lens[:, None] - 1)
     is_real_query = np.arange(query_len) < query_lens[:, None]
     # [R, K]
-    key_positions = np.arange(kv_len)
-    is_real_key = key_positions < kv_lens[:, None]
-    slots = _slots_of(rows, members[:, None], np.where(is_real_key, key_positions, 0))
-    slots = np.where(is_real_key, slots, 0)
+    key_offsets = np.arange(kv_len)
+    is_real_key = key_offsets < num_keys[:, None]
+    key_positions = np.where(is_real_key, first_keys[:, None] + key_offsets, 0)
+    slots = np.where(is_real_key, _slots_of(rows, members[:, None], key_positions), 0)
 
-    is_causal = num_rows == 1 and query_len > 1 and query_len == kv_len
+    is_causal = num_rows == 1 and query_len > 1 and query_len == int(kv_lens[0]) <= reach
     mask: torch.Tensor | None = None
     if not is_causal and (query_len > 1 or not is_real_key.all()):
-        # [R, Q, K]: a query at position p sees keys 0 to p. That leaves out padded keys as well.
-        last_seen = torch.from_numpy((kv_lens - query_lens)[:, None] + query_offsets).to(device)
-        hidden = torch.arange(kv_len, device=device) > last_seen[:, :, None]
+        # [R, Q, K]: a query at position p sees keys p - reach + 1 to p. That leaves out padded keys as well.
+        last_seen = torch.from_numpy((num_keys - query_lens)[:, None] + query_offsets).to(device)[:, :, None]
+        keys = torch.arange(kv_len, device=device)
+        hidden = (keys > last_seen) | (keys <= last_seen - reach)
         mask = (
             torch.zeros(hidden.shape, dtype=dtype, device=device)
             .masked_fill_(hidden, -torch.inf)

@@ -13,7 +13,7 @@ from .forward_context import build_forward_context
 from .input_batch import InputBatch, StepInput
 from .layers.attention import LayerKVCache
 from .messages import ModelRunnerOutput, SchedulerOutput
-from .models.llama import LlamaForCausalLM
+from .models.causal_lm import CausalLM
 from .sampler import sample
 
 
@@ -25,7 +25,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         kv_caches: list[LayerKVCache],
         batch: InputBatch,
         *,
@@ -63,7 +63,9 @@ class ModelRunner:
         """Hidden states of the step: [num_tokens, hidden_size]."""
         token_ids = torch.from_numpy(step.token_ids).to(self._device)
         positions = torch.from_numpy(step.positions).to(self._device)
-        context = build_forward_context(step.rows, dtype=self._dtype, device=self._device)
+        context = build_forward_context(
+            step.rows, windows=self._model.windows, dtype=self._dtype, device=self._device
+        )
         self._on_phase("forward")
         hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)
         return hidden

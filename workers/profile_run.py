@@ -8,12 +8,12 @@ import torch
 
 from .forward_context import StepRows, build_forward_context
 from .memory import KVCacheShape, make_kv_caches
-from .models.llama import LlamaForCausalLM
+from .models.causal_lm import CausalLM
 from .sampler import SamplingBatch, sample
 
 
 def profile_peak_bytes(
-    model: LlamaForCausalLM,
+    model: CausalLM,
     shape: KVCacheShape,
     *,
     device: torch.device,
@@ -38,7 +38,7 @@ def profile_peak_bytes(
         block_size=shape.block_size,
     )
     torch.cuda.reset_peak_memory_stats(device)
-    context = build_forward_context(rows, dtype=shape.dtype, device=device)
+    context = build_forward_context(rows, windows=model.windows, dtype=shape.dtype, device=device)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in query_lens])).to(device)
     hidden = model(torch.zeros_like(positions), positions, kv_caches, context)
     num_rows = min(max_num_seqs, max_num_batched_tokens)

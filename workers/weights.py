@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from .config import LoadFormat
 from .errors import WeightsError
 from .layers.shard import TensorShard
-from .models.llama import LlamaForCausalLM
+from .models.causal_lm import CausalLM
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -26,7 +26,7 @@ DUMMY_CHUNK = 1 << 22
 """Elements of a dummy tensor made at once: bounds the memory for the integers they come from."""
 
 
-def load_weights(model: LlamaForCausalLM, folder: str, load_format: LoadFormat, *, seed: int = 0) -> int:
+def load_weights(model: CausalLM, folder: str, load_format: LoadFormat, *, seed: int = 0) -> int:
     """Fill all parameters of `model`, which must have memory already. Returns their bytes.
 
     seed: of dummy weights, which depend on it and on the tensor's name, not on how the model is split
@@ -42,12 +42,17 @@ def load_weights(model: LlamaForCausalLM, folder: str, load_format: LoadFormat, 
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _load_checkpoint(model: LlamaForCausalLM, shards: list[TensorShard], folder: Path) -> None:
+def _load_checkpoint(model: CausalLM, shards: list[TensorShard], folder: Path) -> None:
     with ExitStack() as stack:
         files = {name: stack.enter_context(_open(folder / name)) for name in _file_names(folder)}
-        where = {name: file for file in files.values() for name in file.keys()}
-        wanted = {shard.name for shard in shards}
-        unexpected = sorted(name for name in where if name not in wanted and not model.is_ignored(name))
+        # Our name of a tensor -> its file, and its name there.
+        where = {
+            own: (file, name)
+            for file in files.values()
+            for name in file.keys()
+            if (own := model.own_name(name)) is not None
+        }
+        unexpected = sorted(where.keys() - {shard.name for shard in shards})
         if unexpected:
             raise WeightsError(
                 f"{folder} holds {len(unexpected)} tensors that the model has no place for, among them {unexpected[0]}"
@@ -55,7 +60,8 @@ def _load_checkpoint(model: LlamaForCausalLM, shards: list[TensorShard], folder:
         for shard in shards:
             if shard.name not in where:
                 raise WeightsError(f"{folder} lacks the tensor {shard.name}")
-            _read(where[shard.name].get_slice(shard.name), shard)
+            file, name = where[shard.name]
+            _read(file.get_slice(name), shard)
 
 
 def _read(source: Any, shard: TensorShard) -> None:

@@ -20,7 +20,7 @@ from .layers.attention import ATTENTION_BACKEND
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
 from .messages import ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .model_runner import ModelRunner
-from .models.llama import LlamaForCausalLM
+from .models.causal_lm import CausalLM
 from .models.registry import find_model
 from .partition import make_partition
 from .profile_run import profile_peak_bytes
@@ -41,7 +41,7 @@ class Worker:
         self._on_phase = on_phase
         self._phases: list[PhaseTime] = []
         self._group: TensorParallelGroup | None = None
-        self._model: LlamaForCausalLM | None = None
+        self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
 
     def start(self) -> RankReport:

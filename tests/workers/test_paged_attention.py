@@ -66,7 +66,9 @@ class Step:
             for parts in (self.keys, self.values)
         )
         write_kv(new_keys, new_values, self.k_cache, self.v_cache, context.slot_mapping)
-        return paged_attention(self.q, self.k_cache, self.v_cache, context, scale=HEAD_SIZE**-0.5)
+        return paged_attention(
+            self.q, self.k_cache, self.v_cache, context.groups[None], scale=HEAD_SIZE**-0.5
+        )
 
     def expected(self) -> torch.Tensor:
         results, token = [], 0
@@ -104,7 +106,7 @@ def test_attention_is_a_softmax_over_each_rows_own_tokens(
 def test_decode_of_many_rows_takes_few_calls() -> None:
     step = Step([(1, 20 + 3 * row) for row in range(40)], kv_heads=1, group=2, block_size=16, seed=0)
 
-    groups = step.context().groups
+    groups = step.context().groups[None]
 
     assert len(groups) <= 4
     assert sum(group.num_rows for group in groups) == 40
@@ -114,7 +116,7 @@ def test_a_row_whose_blocks_lie_side_by_side_is_read_in_place() -> None:
     step = Step([(1, 40)], kv_heads=1, group=1, block_size=16, seed=0)
     step.tables[0] = [3, 4, 5]
 
-    (group,) = step.context().groups
+    (group,) = step.context().groups[None]
 
     assert group.slot_range == 48
     assert group.mask is None
@@ -124,5 +126,5 @@ def test_a_large_group_is_cut_into_several(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(forward_context, "MAX_GATHERED_SLOTS", 64)
     step = Step([(1, 29)] * 5, kv_heads=2, group=1, block_size=4, seed=4)
 
-    assert [group.num_rows for group in step.context().groups] == [2, 2, 1]
+    assert [group.num_rows for group in step.context().groups[None]] == [2, 2, 1]
     torch.testing.assert_close(step.attend(), step.expected(), atol=1e-5, rtol=1e-4)

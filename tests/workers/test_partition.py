@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.partition import Span, make_partition
-from phalanx.workers.transformer_config import TransformerConfig
+from phalanx.workers.transformer_config import LayerType, RopeConfig, TransformerConfig
 
 SMOLLM2 = TransformerConfig(
     architecture="LlamaForCausalLM",
@@ -21,11 +21,9 @@ SMOLLM2 = TransformerConfig(
     head_dim=64,
     max_position_embeddings=8192,
     rms_norm_eps=1e-5,
-    rope_theta=100000.0,
-    rope_scaling=None,
+    rope=RopeConfig(theta=100000.0),
+    layer_types=(LayerType.FULL,) * 30,
     hidden_act="silu",
-    attention_bias=False,
-    mlp_bias=False,
     tie_word_embeddings=True,
     bos_token_id=1,
     eos_token_ids=(2,),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phalanx.shm.errors import ConfigError
 from phalanx.workers.config import LoadFormat
-from phalanx.workers.errors import UnsupportedModelError, WeightsError
+from phalanx.workers.errors import WeightsError
 from phalanx.workers.models.llama import LlamaForCausalLM
 from phalanx.workers.partition import make_partition
 from phalanx.workers.tp_group import SingleRankGroup
@@ -147,6 +148,6 @@ def test_an_unknown_architecture_lists_those_that_there_are(tmp_path: Path) -> N
     write_config(tmp_path, {**llama_config(), "architectures": ["GPT2LMHeadModel"]})
 
     with pytest.raises(
-        UnsupportedModelError, match="GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"
+        ConfigError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM, Mistral"
     ):
         make_worker(tmp_path).start()

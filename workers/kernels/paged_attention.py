@@ -4,16 +4,23 @@ Called by: layers/attention.py, once per layer and step, after write_kv. One cal
 scaled_dot_product_attention per group of alike rows; see forward_context.py for the groups.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from ..forward_context import AttentionGroup, ForwardContext
+from ..forward_context import AttentionGroup
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext, *, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    groups: Sequence[AttentionGroup],
+    *,
+    scale: float,
 ) -> torch.Tensor:
-    """Attend from every new token to all tokens of its row up to itself.
+    """Attend from every new token to the tokens of its row up to itself that its group shows it.
 
     q:                [num_tokens, num_heads, head_size]; heads that share a KV head lie side by side
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size]
@@ -21,7 +28,7 @@ def paged_attention(
     """
     k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     output = torch.empty_like(q)
-    for group in context.groups:
+    for group in groups:
         k, v = _read(k_slots, group), _read(v_slots, group)
         queries = q.index_select(0, group.query_index)
         # A long row has G times the mask when its group is folded, so its group goes into the batch instead.

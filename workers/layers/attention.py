@@ -24,11 +24,16 @@ class LayerKVCache:
 
 
 class PagedAttention(nn.Module):
-    """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q."""
+    """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q.
 
-    def __init__(self, head_size: int) -> None:
+    scale:  of the products of queries and keys; None: the inverse square root of the head size
+    window: tokens that a query sees at most, itself among them; None: all before it
+    """
+
+    def __init__(self, head_size: int, *, scale: float | None = None, window: int | None = None) -> None:
         super().__init__()
-        self.scale = head_size**-0.5
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.window = window
 
     def forward(
         self,
@@ -39,4 +44,4 @@ class PagedAttention(nn.Module):
         context: ForwardContext,
     ) -> torch.Tensor:
         write_kv(k, v, kv_cache.k, kv_cache.v, context.slot_mapping)
-        return paged_attention(q, kv_cache.k, kv_cache.v, context, scale=self.scale)
+        return paged_attention(q, kv_cache.k, kv_cache.v, context.groups[self.window], scale=self.scale)

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..kernels.rms_norm import rms_norm
+from ..kernels.rms_norm import offset_rms_norm, rms_norm
 from .shard import TensorShard, whole_tensor
 
 
 class RMSNorm(nn.Module):
-    """Normalise hidden states of [num_tokens, size]."""
+    """Normalise the last dimension, of `size`."""
 
     def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -23,7 +23,18 @@ class RMSNorm(nn.Module):
         """Add `residual` to `x`, and return the normalised sum and the sum."""
         if residual is not None:
             x = x + residual
-        return rms_norm(x, self.weight, self.epsilon), x
+        return self.normalize(x), x
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same."""
+        return rms_norm(x, self.weight, self.epsilon)
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield whole_tensor(f"{name}.weight", self.weight)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Scales by one plus the weight, as Gemma does."""
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return offset_rms_norm(x, self.weight, self.epsilon)

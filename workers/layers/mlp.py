@@ -1,0 +1,47 @@
+"""The gated MLP of one layer; this rank's columns, perhaps none. Called by: the models."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..partition import Partition
+from ..tp_group import TensorParallelGroup
+from ..transformer_config import TransformerConfig
+from .activation import GatedActivation
+from .linear import MergedColumnParallelLinear, RowParallelLinear
+from .shard import TensorShard
+
+
+class GatedMLP(nn.Module):
+    """[num_tokens, hidden_size] -> the same: down(activation(gate) * up). Raises UnsupportedModelError."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        partition: Partition,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, config.intermediate_size, partition.own, bias=bias, dtype=dtype
+        )
+        self.activation = GatedActivation(config.hidden_act)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size,
+            config.hidden_size,
+            partition.own.mlp_columns,
+            group,
+            bias=bias,
+            dtype=dtype,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(x)))
+
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        yield from self.gate_up_proj.shards(name)
+        yield from self.down_proj.shards(f"{name}.down_proj")

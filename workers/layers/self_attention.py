@@ -1,0 +1,98 @@
+"""The self-attention block of one layer: projections, rotary embedding, attention; this rank's heads.
+
+Called by: the models, which say what their family has of it: biases, norms of queries and keys, a window, a scale.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..forward_context import ForwardContext
+from ..partition import Partition
+from ..tp_group import TensorParallelGroup
+from ..transformer_config import TransformerConfig
+from .attention import LayerKVCache, PagedAttention
+from .linear import AttentionOutputLinear, QKVParallelLinear
+from .norm import RMSNorm
+from .rotary import rotate
+from .shard import TensorShard
+
+
+class SelfAttention(nn.Module):
+    """[num_tokens, hidden_size] -> the same.
+
+    window:      tokens that a query sees at most, itself among them; None: all before it
+    scale:       of the products of queries and keys; None: the inverse square root of the head size
+    qkv_bias:    the three input projections have biases
+    output_bias: the output projection has one
+    qk_norm:     kind of the norm over each head of queries and keys, before they are rotated; None: there is none
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        partition: Partition,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: type[RMSNorm] | None = None,
+    ) -> None:
+        super().__init__()
+        share, head_size = partition.own, config.head_dim
+        self.head_size = head_size
+        self.sizes = [
+            heads * head_size for heads in (share.query_heads.size, share.kv_heads.size, share.kv_heads.size)
+        ]
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            share,
+            bias=qkv_bias,
+            dtype=dtype,
+        )
+        self.q_norm: RMSNorm | None = (
+            None if qk_norm is None else qk_norm(head_size, config.rms_norm_eps, dtype)
+        )
+        self.k_norm: RMSNorm | None = (
+            None if qk_norm is None else qk_norm(head_size, config.rms_norm_eps, dtype)
+        )
+        self.attention = PagedAttention(head_size, scale=scale, window=window)
+        self.o_proj = AttentionOutputLinear(
+            head_size,
+            config.num_attention_heads,
+            config.hidden_size,
+            share,
+            group,
+            bias=output_bias,
+            dtype=dtype,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: LayerKVCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        # each [num_tokens, heads, head_size]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
+        output = self.attention(rotate(q, *angles), rotate(k, *angles), v, kv_cache, context)
+        return self.o_proj(output.flatten(1))
+
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        yield from self.qkv_proj.shards(name)
+        yield from self.o_proj.shards(f"{name}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.shards(f"{name}.q_norm")
+            yield from self.k_norm.shards(f"{name}.k_norm")
