@@ -26,6 +26,8 @@ import ctypes
 import errno
 import platform
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from .errors import TransportError
@@ -68,12 +70,9 @@ class NativeWords:
     def __init__(self, buffer: memoryview) -> None:
         self._address = _address_of(buffer)
         self._words = buffer.cast("Q")
-
-    def load(self, index: int) -> int:
-        return self._words[index]
-
-    def store(self, index: int, value: int) -> None:
-        self._words[index] = value
+        # The view's own methods: a method around each would cost as much again as the access.
+        self.load: Callable[[int], int] = self._words.__getitem__
+        self.store: Callable[[int, int], None] = self._words.__setitem__
 
     def address(self, index: int) -> int:
         return self._address + index * WORD_BYTES
@@ -141,8 +140,11 @@ class Futex:
         if machine not in _FUTEX_SYSCALLS:
             raise TransportError(f"futex: the system call's number on {machine} is not known here")
         self._number = ctypes.c_long(_FUTEX_SYSCALLS[machine])
-        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
-        self._syscall.restype = ctypes.c_long
+        self._sleeping_call = ctypes.CDLL(None, use_errno=True).syscall
+        self._sleeping_call.restype = ctypes.c_long
+        # Keeps the interpreter's lock: a wake does not block, and handing the lock over costs more than the call.
+        self._short_call = ctypes.PyDLL(None, use_errno=True).syscall
+        self._short_call.restype = ctypes.c_int
 
     def wait(self, address: int, expected: int, timeout_s: float) -> bool:
         """Sleep until the word at `address` is woken, or no longer holds `expected` (its low half).
@@ -152,14 +154,12 @@ class Futex:
         """
         timeout = _Timespec(int(timeout_s), int(timeout_s % 1.0 * 1e9))
         # Not the private variant: the sleepers are in other processes.
-        result = self._syscall(
+        result = self._sleeping_call(
             self._number,
             ctypes.c_void_p(address),
-            ctypes.c_int(_FUTEX_WAIT),
+            _FUTEX_WAIT,
             ctypes.c_uint32(expected & _U32_MASK),
             ctypes.byref(timeout),
-            None,
-            ctypes.c_uint32(0),
         )
         if result == 0:
             return True
@@ -170,17 +170,16 @@ class Futex:
             return True
         raise TransportError(f"futex wait failed: {errno.errorcode.get(problem, problem)}")
 
+    def waker(self, address: int) -> Callable[[], int]:
+        """Return a prepared `wake` of one address, for who wakes often: half the cost.
+
+        It returns -1 for an error, which only an address that is not mapped can cause.
+        """
+        return partial(self._short_call, self._number, ctypes.c_void_p(address), _FUTEX_WAKE, _ALL_SLEEPERS)
+
     def wake(self, address: int) -> int:
         """Wake all who sleep on the word at `address`. Returns how many there were."""
-        result: int = self._syscall(
-            self._number,
-            ctypes.c_void_p(address),
-            ctypes.c_int(_FUTEX_WAKE),
-            ctypes.c_uint32(_ALL_SLEEPERS),
-            None,
-            None,
-            ctypes.c_uint32(0),
-        )
+        result = self.waker(address)()
         if result < 0:
             problem = ctypes.get_errno()
             raise TransportError(f"futex wake failed: {errno.errorcode.get(problem, problem)}")

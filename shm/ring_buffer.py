@@ -2,37 +2,21 @@
 
 Called by: the executor (writes steps, reads replies) and the workers (read steps, write replies); each end is
 used by one thread. One copy in, none out: a reader decodes from a view of the ring and then lets it go.
-
-Layout, each line 64 bytes: geometry (constant) | writer | reader 0 | ... | reader N-1 | data.
-A line of the writer or of a reader holds three words, written by its owner alone:
-
-  cursor   bytes that its owner has published or released since the beginning, records and padding
-  event    counts publications or releases, and the closing: the word that the other side sleeps on
-  closed   1 once its owner has closed
-
-A record is an 8-byte header (length, what it is) and its bytes, padded to 8. A record does not wrap: when it
-does not fit before the end, a padding record fills the rest. A record takes at most half of the ring, so that
-it fits an empty ring wherever that stands.
+ring_layout.py has the memory, ring_end.py how the ends wait for each other.
 
 Invariants: reader cursor <= writer cursor <= reader cursor + capacity, for every reader; cursors are multiples
 of 8 and never go back. The data between a reader's cursor and the writer's is not touched by the writer.
 
-No wake-up is lost: who waits loads `event`, then looks at `cursor` and `closed`, then sleeps only while `event`
-is unchanged; who publishes stores `cursor`, then `event`, then always wakes. What happens in between changes
-`event`, and the sleep ends at once.
+An empty ring is rewound: the writer fills the rest with padding and goes on at the beginning, so that small records
+move in memory that is mapped and in cache already, however large the ring is.
 
-When the peer dies: a wait looks every 0.25 s at `is_peer_alive` and raises QueueClosedError. What was published
-before can still be read.
+When the peer dies: a wait raises QueueClosedError within WAIT_SLICE_S. What was published before can still be read.
 """
 
 import os
-import struct
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
 
 from .errors import (
     MessageTooLargeError,
@@ -42,21 +26,37 @@ from .errors import (
     QueueTimeoutError,
     RingFullError,
 )
-from .ordering import CACHE_LINE_BYTES, WORD_BYTES, Futex, Words, map_words
+from .ordering import WORD_BYTES
+from .ring_end import WAIT_SLICE_S, RingEnd, always_alive
+from .ring_layout import (
+    CLOSED,
+    CURSOR,
+    HEADER_BYTES,
+    LENGTH_MASK,
+    MAX_READERS,
+    PADDING,
+    RECORD,
+    WRITER_LINE,
+    create_ring,
+    max_record_bytes,
+    reader_line,
+    ring_bytes,
+)
 from .segment import SharedSegment
 
-MAX_READERS = 16
-MIN_CAPACITY = 256
-WAIT_SLICE_S = 0.25
-"""Longest sleep before a wait looks at its peer again."""
+__all__ = [
+    "MAX_READERS",
+    "WAIT_SLICE_S",
+    "RingReader",
+    "RingStats",
+    "RingWriter",
+    "create_ring",
+    "max_record_bytes",
+    "ring_bytes",
+]
 
-_MAGIC = 0x5048_4C58_5249_4E47
-_WORDS_PER_LINE = CACHE_LINE_BYTES // WORD_BYTES
-_CURSOR, _EVENT, _CLOSED = 0, 1, 2
-_HEADER = struct.Struct("<II")
-_RECORD, _PADDING = 1, 2
-_MIN_SPIN_S = 2e-6
-_MAX_SPIN_S = 60e-6
+_REWIND_BYTES = 256 << 10
+"""How far an often empty ring is filled before it is rewound: a part of a core's second-level cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,137 +76,7 @@ class RingStats:
     used_bytes: int
 
 
-def ring_bytes(capacity: int, num_readers: int) -> int:
-    """Return the size of the segment that a ring of `capacity` data bytes needs."""
-    return (2 + num_readers) * CACHE_LINE_BYTES + capacity
-
-
-def create_ring(name: str, *, capacity: int, num_readers: int) -> SharedSegment:
-    """Make a segment and write the geometry of an empty ring into it.
-
-    capacity: data bytes, rounded up to a multiple of 64. Raises TransportError when there is no memory.
-    """
-    if not 1 <= num_readers <= MAX_READERS:
-        raise ValueError(f"a ring has 1 to {MAX_READERS} readers, not {num_readers}")
-    capacity = max(MIN_CAPACITY, -(-capacity // CACHE_LINE_BYTES) * CACHE_LINE_BYTES)
-    segment = SharedSegment.create(name, ring_bytes(capacity, num_readers))
-    words = map_words(segment.buffer[:CACHE_LINE_BYTES])
-    words.store(1, capacity)
-    words.store(2, num_readers)
-    words.store(0, _MAGIC)
-    words.close()
-    return segment
-
-
-def max_record_bytes(capacity: int) -> int:
-    """Return the largest record that a ring of `capacity` takes."""
-    return capacity // 2 - _HEADER.size
-
-
-class _RingEnd:
-    """What both ends share: the mapped lines, and the wait. Owns the segment."""
-
-    def __init__(
-        self, segment: SharedSegment, own_line: int | None, is_peer_alive: Callable[[], bool]
-    ) -> None:
-        self._segment = segment
-        head = map_words(segment.buffer[:CACHE_LINE_BYTES])
-        magic, self.capacity, self.num_readers = head.load(0), head.load(1), head.load(2)
-        head.close()
-        if magic != _MAGIC or segment.size != ring_bytes(self.capacity, self.num_readers):
-            raise ProtocolError("the segment does not hold a ring")
-        if own_line is not None and not 0 <= own_line < self.num_readers:
-            raise ValueError(f"reader {own_line} of {self.num_readers}")
-        lines_bytes = (2 + self.num_readers) * CACHE_LINE_BYTES
-        self._words: Words = map_words(segment.buffer[:lines_bytes])
-        self._data = segment.buffer[lines_bytes:]
-        self._is_peer_alive = is_peer_alive
-        self._futex = Futex()
-        self._own = (1 if own_line is None else 2 + own_line) * _WORDS_PER_LINE
-        self._cursor = self._words.load(self._own + _CURSOR)
-        self._event = self._words.load(self._own + _EVENT)
-        self._spin_s = _MIN_SPIN_S
-        self._is_closed = False
-        self._num_records = 0
-        self._num_bytes = 0
-        self._num_waits = 0
-
-    @property
-    def max_record_bytes(self) -> int:
-        """The largest record that this ring takes."""
-        return max_record_bytes(self.capacity)
-
-    def _advance(self, cursor: int) -> None:
-        """Make `cursor` visible to the other side, and wake it."""
-        self._cursor = cursor
-        self._words.store(self._own + _CURSOR, cursor)
-        self._signal()
-
-    def _signal(self) -> None:
-        self._event += 1
-        self._words.store(self._own + _EVENT, self._event)
-        self._futex.wake(self._words.address(self._own + _EVENT))
-
-    def _wait_past(self, line: int, seen_cursor: int, deadline_at: float) -> bool:
-        """Wait until the owner of `line` moves its cursor on from `seen_cursor`.
-
-        Returns False when the deadline passed. Raises QueueClosedError when the owner has closed, or the peer
-        is dead, and its cursor stands still: what it wrote last is never lost.
-        """
-        words, cursor_index = self._words, line + _CURSOR
-        began_at = time.monotonic()
-        spin_until = began_at + self._spin_s
-        while True:
-            if words.load(cursor_index) != seen_cursor:
-                # It came while this end was awake: staying awake a little longer next time pays.
-                self._spin_s = min(_MAX_SPIN_S, self._spin_s * 2)
-                return True
-            if time.monotonic() >= spin_until:
-                break
-        self._spin_s = max(_MIN_SPIN_S, self._spin_s / 2)
-        while True:
-            event = words.load(line + _EVENT)
-            is_closed = words.load(line + _CLOSED) != 0 or not self._is_peer_alive()
-            # Looked at after the closing: who closes publishes first, so nothing can be missed in between.
-            if words.load(cursor_index) != seen_cursor:
-                return True
-            if is_closed:
-                raise QueueClosedError("the other side of the ring is closed or gone")
-            remaining_s = deadline_at - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            self._num_waits += 1
-            self._futex.wait(words.address(line + _EVENT), event, min(remaining_s, WAIT_SLICE_S))
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise QueueClosedError("this end of the ring is closed")
-
-    def close(self) -> None:
-        """Tell the other side that this end is done, and unmap. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._words.store(self._own + _CLOSED, 1)
-        self._signal()
-        self._words.close()
-        self._data.release()
-        self._segment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _always_alive() -> bool:
-    return True
-
-
-class RingWriter(_RingEnd):
+class RingWriter(RingEnd):
     """The writing end. One thread.
 
     is_peer_alive: asked while waiting for room; False means that a reader is gone for good
@@ -217,13 +87,16 @@ class RingWriter(_RingEnd):
         self,
         segment: SharedSegment,
         *,
-        is_peer_alive: Callable[[], bool] = _always_alive,
+        is_peer_alive: Callable[[], bool] = always_alive,
         doorbell_fd: int | None = None,
     ) -> None:
         super().__init__(segment, None, is_peer_alive)
         self._doorbell_fd = doorbell_fd
-        self._lines = [(2 + reader) * _WORDS_PER_LINE for reader in range(self.num_readers)]
-        self._oldest = min(self._words.load(line + _CURSOR) for line in self._lines)
+        self._reader_cursors = [reader_line(reader) + CURSOR for reader in range(self.num_readers)]
+        self._oldest = self._slowest_cursor()
+        self._rewind_at = _REWIND_BYTES
+        self._begun_bytes = 0
+        self._begun_end = 0
 
     def write(self, *buffers: bytes | memoryview, deadline_at: float | None = None) -> None:
         """Publish one record made of `buffers`, one after the other.
@@ -232,46 +105,47 @@ class RingWriter(_RingEnd):
         Raises MessageTooLargeError; RingFullError (None) or QueueTimeoutError (deadline), naming the slowest
         reader; QueueClosedError when the reader waited for has closed or died. Nothing is published then.
         """
-        sizes = [len(buffer) if isinstance(buffer, bytes) else buffer.nbytes for buffer in buffers]
-        with self.reserve(sum(sizes), deadline_at=deadline_at) as view:
-            position = 0
-            for buffer, size in zip(buffers, sizes, strict=True):
-                view[position : position + size] = buffer if isinstance(buffer, bytes) else buffer.cast("B")
-                position += size
+        num_bytes = 0
+        for buffer in buffers:
+            num_bytes += len(buffer) if type(buffer) is bytes else memoryview(buffer).nbytes
+        position = self._begin(num_bytes, deadline_at)
+        data = self._data
+        for buffer in buffers:
+            if type(buffer) is not bytes:
+                buffer = memoryview(buffer).cast("B")
+            end = position + len(buffer)
+            data[position:end] = buffer
+            position = end
+        self._publish()
 
-    @contextmanager
-    def reserve(self, num_bytes: int, *, deadline_at: float | None = None) -> Iterator[memoryview]:
-        """Give a writable view of `num_bytes` to fill; publish it at the end of the block.
+    def reserve(self, num_bytes: int, *, deadline_at: float | None = None) -> "Reservation":
+        """Give a writable view of `num_bytes` to fill in a `with` block; publish it at the block's end.
 
-        When the block raises, nothing is published. Raises as `write`.
+        When the block raises, nothing is published. Entering raises as `write`.
+        """
+        return Reservation(self, num_bytes, deadline_at)
+
+    @property
+    def position(self) -> int:
+        """Everything written up to now; what `wait_read` takes."""
+        return self._cursor
+
+    def read_position(self) -> int:
+        """Return up to where every reader has released."""
+        self._oldest = self._slowest_cursor()
+        return self._oldest
+
+    def wait_read(self, position: int, *, deadline_at: float | None = None) -> None:
+        """Wait until every reader has released all that was written up to `position`.
+
+        Raises as `write`; RingFullError when there is no deadline and a reader is behind.
         """
         self._require_open()
-        if num_bytes > self.max_record_bytes:
-            raise MessageTooLargeError(num_bytes, self.max_record_bytes)
-        taken = _HEADER.size + -(-num_bytes // WORD_BYTES) * WORD_BYTES
-        offset = self._cursor % self.capacity
-        padding = self.capacity - offset if offset + taken > self.capacity else 0
-        self._wait_for_room(padding + taken, deadline_at)
-        if padding:
-            _HEADER.pack_into(self._data, offset, padding - _HEADER.size, _PADDING)
-            offset = 0
-        _HEADER.pack_into(self._data, offset, num_bytes, _RECORD)
-        view = self._data[offset + _HEADER.size : offset + _HEADER.size + num_bytes]
-        try:
-            yield view
-        finally:
-            view.release()
-        self._num_records += 1
-        self._num_bytes += num_bytes
-        self._advance(self._cursor + padding + taken)
-        if self._doorbell_fd is not None:
-            os.eventfd_write(self._doorbell_fd, 1)
+        self._wait_released(position, f"up to {position}", deadline_at)
 
     def slowest_reader(self) -> int:
         """Return the index of the reader that has released least."""
-        return min(
-            range(self.num_readers), key=lambda reader: self._words.load(self._lines[reader] + _CURSOR)
-        )
+        return min(range(self.num_readers), key=lambda reader: self._load(self._reader_cursors[reader]))
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""
@@ -281,47 +155,119 @@ class RingWriter(_RingEnd):
             num_records=self._num_records,
             num_bytes=self._num_bytes,
             num_waits=self._num_waits,
-            used_bytes=self._cursor - min(self._words.load(line + _CURSOR) for line in self._lines),
+            used_bytes=self._cursor - self._slowest_cursor(),
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a cursor is where it cannot be."""
-        assert self._words.load(self._own + _CURSOR) == self._cursor
-        for line in self._lines:
-            released = self._words.load(line + _CURSOR)
+        assert self._load(self._own + CURSOR) == self._cursor
+        for index in self._reader_cursors:
+            released = self._load(index)
             assert released % WORD_BYTES == 0
             assert released <= self._cursor <= released + self.capacity
 
-    def _wait_for_room(self, num_bytes: int, deadline_at: float | None) -> None:
-        limit = self._cursor + num_bytes - self.capacity
-        if self._oldest >= limit:
-            return
-        for reader, line in enumerate(self._lines):
-            while (released := self._words.load(line + _CURSOR)) < limit:
+    def _begin(self, num_bytes: int, deadline_at: float | None) -> int:
+        """Wait for room and write the header; return where in `_data` the record's bytes go."""
+        if self._is_closed:
+            self._require_open()
+        if num_bytes > self.max_record_bytes:
+            raise MessageTooLargeError(num_bytes, self.max_record_bytes)
+        capacity = self.capacity
+        taken = HEADER_BYTES + (num_bytes + 7 & ~7)
+        offset = self._cursor % capacity
+        padding = 0
+        if offset + taken > capacity or (
+            offset >= self._rewind_at and taken <= offset and self._may_rewind(offset)
+        ):
+            padding = capacity - offset
+        end = self._cursor + padding + taken
+        if self._oldest < end - capacity:
+            self._wait_released(end - capacity, f"for {padding + taken} bytes", deadline_at)
+        if padding:
+            self._headers[offset >> 3] = PADDING | padding - HEADER_BYTES
+            self._rewind_at = _REWIND_BYTES
+            offset = 0
+        self._headers[offset >> 3] = RECORD | num_bytes
+        self._begun_bytes = num_bytes
+        self._begun_end = end
+        return offset + HEADER_BYTES
+
+    def _publish(self) -> None:
+        self._num_records += 1
+        self._num_bytes += self._begun_bytes
+        self._advance(self._begun_end)
+        if self._doorbell_fd is not None:
+            os.eventfd_write(self._doorbell_fd, 1)
+
+    def _may_rewind(self, offset: int) -> bool:
+        if self.read_position() == self._cursor:
+            return True
+        # Not asked again at once: it costs a look at every reader's line.
+        self._rewind_at = offset + _REWIND_BYTES
+        return False
+
+    def _slowest_cursor(self) -> int:
+        return min(map(self._load, self._reader_cursors))
+
+    def _wait_released(self, limit: int, what: str, deadline_at: float | None) -> None:
+        """Wait until every reader's cursor has come to `limit`."""
+        for reader, index in enumerate(self._reader_cursors):
+            while (released := self._load(index)) < limit:
                 if deadline_at is None:
-                    raise RingFullError(f"no room for {num_bytes} bytes: reader {reader} is behind")
-                if not self._wait_past(line, released, deadline_at):
-                    raise QueueTimeoutError(
-                        f"no room for {num_bytes} bytes: reader {reader} did not read in time"
-                    )
-        self._oldest = min(self._words.load(line + _CURSOR) for line in self._lines)
+                    raise RingFullError(f"no room {what}: reader {reader} is behind")
+                if not self._wait_past(index - CURSOR, released, deadline_at):
+                    raise QueueTimeoutError(f"no room {what}: reader {reader} did not read in time")
+        self._oldest = self._slowest_cursor()
 
 
-class RingReader(_RingEnd):
+class Reservation:
+    """Room in a ring for one record, filled in a `with` block. Made by `RingWriter.reserve`."""
+
+    __slots__ = ("_deadline_at", "_num_bytes", "_view", "_writer")
+
+    def __init__(self, writer: RingWriter, num_bytes: int, deadline_at: float | None) -> None:
+        self._writer = writer
+        self._num_bytes = num_bytes
+        self._deadline_at = deadline_at
+
+    def __enter__(self) -> memoryview:
+        writer = self._writer
+        position = writer._begin(self._num_bytes, self._deadline_at)
+        self._view = writer._data[position : position + self._num_bytes]
+        return self._view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._view.release()
+        if kind is None:
+            self._writer._publish()
+
+
+class RingReader(RingEnd):
     """One reading end, number `index`. One thread; one record at a time.
 
     is_peer_alive: asked while waiting for a record; False means that the writer is gone for good
     """
 
     def __init__(
-        self, segment: SharedSegment, index: int, *, is_peer_alive: Callable[[], bool] = _always_alive
+        self, segment: SharedSegment, index: int, *, is_peer_alive: Callable[[], bool] = always_alive
     ) -> None:
         super().__init__(segment, index, is_peer_alive)
-        self._is_reading = False
+        # Not read again while something is known to be there: the line belongs to the writer's core.
+        self._published = self._cursor
+        self._view: memoryview | None = None
+        self._view_end = 0
 
-    @contextmanager
-    def read(self, *, deadline_at: float | None = None) -> Iterator[memoryview]:
-        """Give a read-only view of the next record; release it at the end of the block, also when that raises.
+    def read(self, *, deadline_at: float | None = None) -> "Reading":
+        """Give a read-only view of the next record to a `with` block; release it at the end, also when that raises.
+
+        Entering waits and raises as `acquire`.
+        """
+        return Reading(self, deadline_at)
+
+    def acquire(self, *, deadline_at: float | None = None) -> memoryview:
+        """Return a read-only view of the next record. `release` or `put_back` must follow.
 
         The view and what is cut from it must not be used afterwards: the writer overwrites the bytes.
 
@@ -329,24 +275,56 @@ class RingReader(_RingEnd):
         Raises QueueEmptyError (None) or QueueTimeoutError (deadline); QueueClosedError when the writer closed
         or died and everything has been read.
         """
-        self._require_open()
-        assert not self._is_reading, "one record at a time"
-        self._skip_padding(deadline_at)
-        offset = self._cursor % self.capacity
-        num_bytes, kind = _HEADER.unpack_from(self._data, offset)
-        taken = _HEADER.size + -(-num_bytes // WORD_BYTES) * WORD_BYTES
-        if kind != _RECORD or offset + taken > self.capacity:
+        cursor = self._cursor
+        if self._is_closed:
+            self._require_open()
+        assert self._view is None, "one record at a time"
+        if self._published == cursor:
+            self._published = self._load(WRITER_LINE + CURSOR)
+            if self._published == cursor:
+                self._await_record(deadline_at)
+        capacity = self.capacity
+        offset = cursor % capacity
+        header = self._headers[offset >> 3]
+        if header == (PADDING | capacity - offset - HEADER_BYTES):
+            # Padding is published together with the record behind it, so there is nothing to wait for. Only this
+            # end's own count: the writer learns of it with the record's release.
+            cursor += capacity - offset
+            self._cursor = cursor
+            offset = 0
+            header = self._headers[0]
+        start = offset + HEADER_BYTES
+        num_bytes = header & LENGTH_MASK
+        if header ^ num_bytes != RECORD or start + num_bytes > capacity:
             raise ProtocolError(f"the ring holds no record at {offset}")
-        view = self._data[offset + _HEADER.size : offset + _HEADER.size + num_bytes].toreadonly()
-        self._is_reading = True
-        try:
-            yield view
-        finally:
-            self._is_reading = False
-            self._num_records += 1
-            self._num_bytes += num_bytes
-            view.release()
-            self._advance(self._cursor + taken)
+        self._view_end = cursor + HEADER_BYTES + (num_bytes + 7 & ~7)
+        self._view = view = self._data[start : start + num_bytes].toreadonly()
+        return view
+
+    def release(self) -> None:
+        """End the read: the writer may overwrite the record.
+
+        Raises BufferError while something made from the view (an array, a tensor) still lives; the record is held.
+        """
+        view = self._view
+        assert view is not None, "nothing is being read"
+        num_bytes = view.nbytes
+        view.release()
+        self._view = None
+        self._num_records += 1
+        self._num_bytes += num_bytes
+        self._advance(self._view_end)
+
+    def put_back(self) -> None:
+        """End the read without having read: the next one gives the same record."""
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+
+    def require_writer(self) -> None:
+        """Raise QueueClosedError when the writer has closed or died. For who waits for it elsewhere."""
+        if self._load(WRITER_LINE + CLOSED) != 0 or not self._is_peer_alive():
+            raise QueueClosedError("the writer closed the ring or is gone")
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""
@@ -356,36 +334,42 @@ class RingReader(_RingEnd):
             num_records=self._num_records,
             num_bytes=self._num_bytes,
             num_waits=self._num_waits,
-            used_bytes=self._words.load(_WORDS_PER_LINE + _CURSOR) - self._cursor,
+            used_bytes=self._load(WRITER_LINE + CURSOR) - self._cursor,
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a cursor is where it cannot be."""
-        written = self._words.load(_WORDS_PER_LINE + _CURSOR)
+        written = self._load(WRITER_LINE + CURSOR)
         # Behind by the padding, while the record after it is being read.
-        assert self._words.load(self._own + _CURSOR) <= self._cursor
+        assert self._load(self._own + CURSOR) <= self._cursor
         assert self._cursor % WORD_BYTES == 0
-        assert self._cursor <= written <= self._cursor + self.capacity
+        assert self._cursor <= self._published <= written <= self._cursor + self.capacity
 
-    def _skip_padding(self, deadline_at: float | None) -> None:
-        """Wait for a record, and step over the padding that may stand before it.
-
-        Padding is published together with the record behind it, so there is nothing to wait for in between.
-        """
-        if self._words.load(_WORDS_PER_LINE + _CURSOR) == self._cursor:
-            if deadline_at is None:
-                self._raise_if_finished()
+    def _await_record(self, deadline_at: float | None) -> None:
+        if deadline_at is None:
+            is_closed = self._load(WRITER_LINE + CLOSED) != 0
+            if self._load(WRITER_LINE + CURSOR) == self._cursor:
+                if is_closed:
+                    raise QueueClosedError("the writer closed the ring")
                 raise QueueEmptyError("the ring is empty")
-            if not self._wait_past(_WORDS_PER_LINE, self._cursor, deadline_at):
-                raise QueueTimeoutError("nothing came through the ring in time")
-        offset = self._cursor % self.capacity
-        num_bytes, kind = _HEADER.unpack_from(self._data, offset)
-        if kind == _PADDING:
-            # Only this end's own count: the writer learns of it with the record's release.
-            self._cursor += _HEADER.size + num_bytes
+        elif not self._wait_past(WRITER_LINE, self._cursor, deadline_at):
+            raise QueueTimeoutError("nothing came through the ring in time")
+        self._published = self._load(WRITER_LINE + CURSOR)
 
-    def _raise_if_finished(self) -> None:
-        if self._words.load(_WORDS_PER_LINE + _CLOSED) == 0:
-            return
-        if self._words.load(_WORDS_PER_LINE + _CURSOR) == self._cursor:
-            raise QueueClosedError("the writer closed the ring")
+
+class Reading:
+    """The read of one record in a `with` block. Made by `RingReader.read`."""
+
+    __slots__ = ("_deadline_at", "_reader")
+
+    def __init__(self, reader: RingReader, deadline_at: float | None) -> None:
+        self._reader = reader
+        self._deadline_at = deadline_at
+
+    def __enter__(self) -> memoryview:
+        return self._reader.acquire(deadline_at=self._deadline_at)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.release()

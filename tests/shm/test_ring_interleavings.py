@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.shm import ring_buffer
+from phalanx.shm import ring_end, ring_layout
 from phalanx.shm.errors import QueueClosedError
 from phalanx.shm.ring_buffer import RingReader, RingWriter, create_ring
 from phalanx.shm.segment import SharedSegment
@@ -27,12 +27,12 @@ def interleaved(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Interleaving
 
     def begin(seed: int) -> Interleaving:
         interleaving = Interleaving(seed)
-        monkeypatch.setattr(ring_buffer, "map_words", lambda buffer: BufferedWords(interleaving, buffer))
-        monkeypatch.setattr(ring_buffer, "Futex", lambda: InterleavedFutex(interleaving, read_word))
+        monkeypatch.setattr(ring_end, "map_words", lambda buffer: BufferedWords(interleaving, buffer))
+        monkeypatch.setattr(ring_end, "Futex", lambda: InterleavedFutex(interleaving, read_word))
         return interleaving
 
-    monkeypatch.setattr(ring_buffer, "_MIN_SPIN_S", 0.0)
-    monkeypatch.setattr(ring_buffer, "_MAX_SPIN_S", 0.0)
+    monkeypatch.setattr(ring_end, "_MIN_SPIN_ROUNDS", 0)
+    monkeypatch.setattr(ring_end, "_MAX_SPIN_ROUNDS", 0)
     return begin
 
 
@@ -118,15 +118,15 @@ def test_waking_only_known_sleepers_would_lose_a_wake_up(
     """The explorer finds the classic fault, so its silence above means something."""
 
     def signal_if_somebody_sleeps(end: RingWriter) -> None:
-        address = end._words.address(end._own + ring_buffer._EVENT)
+        address = end._words.address(end._own + ring_layout.EVENT)
         end._event += 1
-        end._words.store(end._own + ring_buffer._EVENT, end._event)
+        end._words.store(end._own + ring_layout.EVENT, end._event)
         futex: Any = end._futex
         # The question is asked while the new event may still be in the store buffer.
         if futex.has_sleepers(address):
             futex.wake(address)
 
-    monkeypatch.setattr(ring_buffer._RingEnd, "_signal", signal_if_somebody_sleeps)
+    monkeypatch.setattr(ring_end.RingEnd, "_signal", signal_if_somebody_sleeps)
 
     def explore() -> None:
         for seed in range(150):

@@ -173,6 +173,9 @@ class InterleavedFutex:
             self._interleaving.sleep(address)
         return True
 
+    def waker(self, address: int) -> Callable[[], int]:
+        return lambda: self.wake(address)
+
     def wake(self, address: int) -> int:
         if not self._interleaving.is_inside():
             return 0

@@ -1,0 +1,70 @@
+"""The ring's memory: where everything stands in its segment, and how a segment becomes an empty ring.
+
+Called by: ring_end.py and ring_buffer.py in every process that has an end; by who plans and creates segments.
+
+Each line is 64 bytes: geometry (constant) | writer | reader 0 | ... | reader N-1 | data. A line of the writer or
+of a reader holds three words, written by its owner alone:
+
+  cursor   bytes that its owner has published or released since the beginning, records and padding
+  event    counts publications or releases, and the closing: the word that the other side sleeps on
+  closed   1 once its owner has closed
+
+A record is an 8-byte header (its length in the low half, what it is in the high half) and its bytes, padded to 8.
+A record does not wrap: when it does not fit before the end, a padding record fills the rest. A record takes at
+most half of the ring, so that it fits an empty ring wherever that stands.
+
+When a process dies: the memory stays as it was left, for as long as somebody maps it.
+"""
+
+from .ordering import CACHE_LINE_BYTES, WORD_BYTES, map_words
+from .segment import SharedSegment
+
+MAX_READERS = 16
+MIN_CAPACITY = 256
+HEADER_BYTES = WORD_BYTES
+
+MAGIC = 0x5048_4C58_5249_4E47
+WORDS_PER_LINE = CACHE_LINE_BYTES // WORD_BYTES
+WRITER_LINE = WORDS_PER_LINE
+CURSOR, EVENT, CLOSED = 0, 1, 2
+"""Words of a line, counted from its first."""
+RECORD, PADDING = 1 << 32, 2 << 32
+"""What a header says beside a length."""
+LENGTH_MASK = (1 << 32) - 1
+
+
+def reader_line(index: int) -> int:
+    """Return the first word of reader `index`'s line."""
+    return (2 + index) * WORDS_PER_LINE
+
+
+def lines_bytes(num_readers: int) -> int:
+    """Return how many bytes stand before the data."""
+    return (2 + num_readers) * CACHE_LINE_BYTES
+
+
+def ring_bytes(capacity: int, num_readers: int) -> int:
+    """Return the size of the segment that a ring of `capacity` data bytes needs."""
+    return lines_bytes(num_readers) + capacity
+
+
+def max_record_bytes(capacity: int) -> int:
+    """Return the largest record that a ring of `capacity` takes."""
+    return capacity // 2 - HEADER_BYTES
+
+
+def create_ring(name: str, *, capacity: int, num_readers: int) -> SharedSegment:
+    """Make a segment and write the geometry of an empty ring into it.
+
+    capacity: data bytes, rounded up to a multiple of 64. Raises TransportError when there is no memory.
+    """
+    if not 1 <= num_readers <= MAX_READERS:
+        raise ValueError(f"a ring has 1 to {MAX_READERS} readers, not {num_readers}")
+    capacity = max(MIN_CAPACITY, -(-capacity // CACHE_LINE_BYTES) * CACHE_LINE_BYTES)
+    segment = SharedSegment.create(name, ring_bytes(capacity, num_readers))
+    words = map_words(segment.buffer[:CACHE_LINE_BYTES])
+    words.store(1, capacity)
+    words.store(2, num_readers)
+    words.store(0, MAGIC)
+    words.close()
+    return segment
