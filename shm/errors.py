@@ -12,8 +12,10 @@
         QueueEmptyError             nothing there, and the caller did not want to wait
         RingFullError               no room, and the caller did not want to wait
         QueueTimeoutError           the deadline passed
+        CallCancelledError          the caller gave the call up itself
         MessageTooLargeError        more than one record may hold
         ProtocolError               a frame that must not come now
+        CollectiveError             a rank that others wait for is gone, late, or elsewhere
       ProcessError                a process that we started; fields: role, rank, exitcode, detail
         StartupError                it never became ready                        -> do not restart
         ProcessDiedError            it was ready, and is gone                    -> supervision decides
@@ -61,6 +63,10 @@ class QueueTimeoutError(TransportError):
     """The deadline passed. `str()` says who was waited for."""
 
 
+class CallCancelledError(TransportError):
+    """The answer was given up by who asked for it. The call itself has run, or will."""
+
+
 class MessageTooLargeError(TransportError):
     """A record is larger than the ring takes.
 
@@ -75,6 +81,10 @@ class MessageTooLargeError(TransportError):
 
 class ProtocolError(TransportError):
     """A frame that cannot be decoded, or that must not come now."""
+
+
+class CollectiveError(TransportError):
+    """The ranks of a replica cannot finish what they do together. `str()` names the rank and the collective."""
 
 
 class ProcessError(ServingError):

@@ -6,8 +6,11 @@ the same order; a rank that leaves one out hangs its peers until the group's tim
 Every implementation gives all ranks the same bits: each element of a sum is reduced in one place, in one order, and
 then copied. The ranks sample for themselves, so a difference in one bit could split them.
 
-When a peer dies: gloo raises a RuntimeError at once (its socket closes), NCCL waits; the executor sees the death
-first, and ends the replica.
+Which implementation, is chosen once, at the start: shared memory for CPU ranks (shm_group.py), NCCL for a GPU each,
+gloo where the ranks were given no shared memory, or share a GPU.
+
+When a peer dies: shared memory raises a CollectiveError within a second, gloo a RuntimeError at once (its socket
+closes), NCCL waits; the executor sees the death first, and ends the replica.
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..shm.errors import ConfigError
+from .shm_group import connect_shm
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Longer than any step's deadline: the executor's own clock decides, this one only ends what nobody watches."""
@@ -28,6 +32,11 @@ LOOPBACK = "lo"
 
 class TensorParallelGroup(Protocol):
     """Collectives over the ranks of one replica. Blocking as seen from the stream of the calling thread."""
+
+    @property
+    def name(self) -> str:
+        """What the collectives go through, for reports."""
+        ...
 
     @property
     def rank(self) -> int: ...
@@ -47,6 +56,14 @@ class TensorParallelGroup(Protocol):
         """
         ...
 
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Sum over the ranks, and keep this rank's rows.
+
+        x:       [sum(sizes), ...], contiguous
+        returns  [sizes[rank], ...]
+        """
+        ...
+
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Overwrite `x` with that of rank `source`."""
         ...
@@ -63,6 +80,7 @@ class TensorParallelGroup(Protocol):
 class SingleRankGroup:
     """A replica of one rank: nothing to exchange."""
 
+    name = "none"
     rank = 0
     size = 1
 
@@ -70,6 +88,9 @@ class SingleRankGroup:
         return x
 
     def all_gather_last_dim(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return x
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
@@ -88,7 +109,8 @@ class ProcessGroupBackedGroup:
     through_host: tensors are copied to the host for the exchange. For ranks that share one GPU, which NCCL refuses.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, through_host: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, name: str, through_host: bool = False) -> None:
+        self.name = name
         self._group: dist.ProcessGroup | None = group
         self._rank = group.rank()
         self._size = group.size()
@@ -118,6 +140,10 @@ class ProcessGroupBackedGroup:
             [part[..., :size] for part, size in zip(parts.unbind(0), sizes, strict=True)], dim=-1
         )
 
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        # The parts may be uneven, which the process groups' own reduce-scatter is not made for.
+        return self.all_reduce(x.clone()).split(list(sizes))[self._rank]
+
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         staged = self._stage(x)
         options = dist.BroadcastOptions()
@@ -146,14 +172,25 @@ class ProcessGroupBackedGroup:
 
 
 def connect_group(
-    *, rank: int, size: int, rendezvous: str | None, device: torch.device, share_device: bool
+    *,
+    rank: int,
+    size: int,
+    rendezvous: str | None,
+    device: torch.device,
+    share_device: bool,
+    arena_fd: int | None = None,
 ) -> TensorParallelGroup:
-    """Meet the other ranks in the file `rendezvous`. Blocks until all are there, at most GROUP_TIMEOUT.
+    """Meet the other ranks. Blocks until all are there, at most GROUP_TIMEOUT.
 
-    Raises ConfigError when there are peers and no rendezvous; RuntimeError when they do not come.
+    rendezvous: the file in which process groups find each other
+    arena_fd:   the segment of the ranks' arena, for ranks on CPU; None: they go through gloo
+    Raises ConfigError when there are peers and nowhere to meet; RuntimeError or TransportError when they do
+    not come.
     """
     if size == 1:
         return SingleRankGroup()
+    if device.type == "cpu" and arena_fd is not None:
+        return connect_shm(arena_fd, rank=rank, timeout_s=GROUP_TIMEOUT.total_seconds())
     if rendezvous is None:
         raise ConfigError(
             "parallel.tensor_parallel_size", "needs a rendezvous file when there are several ranks"
@@ -163,7 +200,7 @@ def connect_group(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = GROUP_TIMEOUT
         group: TensorParallelGroup = ProcessGroupBackedGroup(
-            dist.ProcessGroupNCCL(store, rank, size, options)
+            dist.ProcessGroupNCCL(store, rank, size, options), name="nccl"
         )
     else:
         group = connect_gloo(store, rank=rank, size=size, through_host=device.type == "cuda")
@@ -180,5 +217,5 @@ def connect_gloo(
     options._timeout = GROUP_TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(interface=LOOPBACK)]
     return ProcessGroupBackedGroup(
-        dist.ProcessGroupGloo(store, rank, size, options), through_host=through_host
+        dist.ProcessGroupGloo(store, rank, size, options), name="gloo", through_host=through_host
     )
