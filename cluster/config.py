@@ -17,14 +17,29 @@ class ClusterConfig:
     """After SIGTERM or the first Ctrl-C: how long running requests may take to finish."""
     stop_timeout_s: float = 5.0
     """How long a process may take to leave when told to, before it is killed."""
+    max_restarts: int = 5
+    """How often one process may be started again within restart_window_s, before it is given up. 0: never."""
+    restart_window_s: float = 600.0
+    """Deaths longer ago than this are forgiven."""
+    restart_backoff_s: float = 0.5
+    """Pause before a process is started again; doubled with each further death, up to max_restart_backoff_s."""
+    max_restart_backoff_s: float = 30.0
+    """Longest such pause."""
+    replay_wait_s: float = 120.0
+    """How long a request whose replica was lost waits for another one, before it ends with an error."""
 
     def __post_init__(self) -> None:
         if self.data_parallel_size < 1:
             raise ConfigError(
                 "cluster.data_parallel_size", f"must be at least 1, not {self.data_parallel_size}"
             )
-        for name in ("start_timeout_s", "stop_timeout_s"):
+        if self.max_restarts < 0:
+            raise ConfigError("cluster.max_restarts", f"must not be negative, not {self.max_restarts}")
+        for name in ("start_timeout_s", "stop_timeout_s", "restart_window_s", "restart_backoff_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}", "must be positive")
-        if self.drain_timeout_s < 0:
-            raise ConfigError("cluster.drain_timeout_s", "must not be negative")
+        for name in ("drain_timeout_s", "replay_wait_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"cluster.{name}", "must not be negative")
+        if self.max_restart_backoff_s < self.restart_backoff_s:
+            raise ConfigError("cluster.max_restart_backoff_s", "must be at least cluster.restart_backoff_s")

@@ -1,13 +1,15 @@
 """DpClient: one CoreClient over all replicas of a cluster, with a balancer in front.
 
 Lives in each front end; all methods run on its event loop. Learns who serves from the supervisor (`apply`, by
-way of the lifeline) and how busy each is from the coordinator's snapshots. A lost replica's requests end with an
-error output each; a coordinator that dies costs nothing but fresh numbers.
+way of the lifeline) and how busy each is from the coordinator's snapshots. A lost replica's requests continue on
+another one, or on the same one once it is back (see replay.py); above this class nobody notices. A coordinator that
+dies costs nothing but fresh numbers.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -15,10 +17,13 @@ import zmq
 import zmq.asyncio
 
 from ..engine.core_client import CoreSockets
-from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
+from ..engine.errors import ReplicaLostError
+from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats
 from ..shm.sockets import connect_sub
+from .errors import PoisonousRequestError
 from .load_balancer import LeastLoadedBalancer
 from .messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaInfo, ReplicaState
+from .replay import ReplayLog, ReplayStats
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +31,18 @@ log = logging.getLogger(__name__)
 class DpClient:
     """Send each request to the replica that the balancer picks; collect the outputs of all.
 
-    Implements `CoreClient`. Idempotent `close`.
+    Implements `CoreClient`. replay_wait_s: how long a lost request may wait for a replica.
     """
 
-    def __init__(self, connection: FrontEndConnection) -> None:
+    def __init__(self, connection: FrontEndConnection, *, replay_wait_s: float) -> None:
         self._connection = connection
+        self._replay = ReplayLog(wait_s=replay_wait_s)
         self._balancer = LeastLoadedBalancer()
         self._replicas: dict[int, ReplicaInfo] = {}
         self._stats: dict[int, EngineStats] = {}
-        self._owners: dict[str, int] = {}
-        self._inflight: Counter[int] = Counter()
-        self._lost_outputs: list[EngineCoreOutput] = []
-        self._has_lost_outputs = asyncio.Event()
+        self._own_outputs: list[EngineCoreOutput] = []
+        self._has_own_outputs = asyncio.Event()
+        self._expiry: asyncio.TimerHandle | None = None
         self._sockets: CoreSockets | None = None
         self._context: zmq.asyncio.Context | None = None
         self._snapshot_task: asyncio.Task[None] | None = None
@@ -64,6 +69,11 @@ class DpClient:
         """The newest published load of each replica, by dp_rank; a replica that is absent is unknown."""
         return self._stats
 
+    @property
+    def replay_stats(self) -> ReplayStats:
+        """Counters of lost and continued requests."""
+        return self._replay.stats()
+
     async def start(self) -> None:
         """Bind and connect. Call once, on the event loop."""
         self._context = zmq.asyncio.Context()
@@ -82,49 +92,58 @@ class DpClient:
             if known == replica:
                 continue
             self._replicas[replica.dp_rank] = replica
+            # A replica may be lost and back, under a new epoch, between two updates.
+            if known is not None and known.state is ReplicaState.READY:
+                self._lose(replica.dp_rank)
             if replica.state is ReplicaState.READY:
                 self._sockets.connect(replica.dp_rank, replica.input_address)
-            elif known is not None and known.state is ReplicaState.READY:
-                self._lose(replica.dp_rank)
+        self._send_lost_requests()
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Give the request to the least loaded replica. Raises NoReplicaError when none serves."""
-        assert self._sockets is not None
-        dp_rank = self._balancer.choose(self._ready(), self._inflight, self._stats)
-        self._owners[request.request_id] = dp_rank
-        self._inflight[dp_rank] += 1
-        await self._sockets.send(dp_rank, request)
+        """Give the request to the least loaded replica.
+
+        Raises NoReplicaError when none serves, PoisonousRequestError when an equal one has killed replicas.
+        """
+        if self._replay.is_blamed(request):
+            raise PoisonousRequestError()
+        dp_rank = self._choose()
+        self._replay.admit(request, dp_rank)
+        self._send(dp_rank, request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Have the replicas forget these requests; unknown ones are ignored."""
         assert self._sockets is not None
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
-            dp_rank = self._forget(request_id)
+            dp_rank = self._replay.forget(request_id)
             if dp_rank is not None:
                 by_replica.setdefault(dp_rank, []).append(request_id)
         for dp_rank, ids in by_replica.items():
-            if self._replicas[dp_rank].state is ReplicaState.READY:
-                await self._sockets.send(dp_rank, AbortRequests(request_ids=ids))
+            # A replica that is gone has forgotten them.
+            with contextlib.suppress(ReplicaLostError):
+                self._sockets.send(dp_rank, AbortRequests(request_ids=ids))
+        self._send_lost_requests()
 
     async def get_outputs(self) -> list[EngineCoreOutput]:
         """Wait for the next outputs of any replica."""
         if self._receive_task is None:
             self._receive_task = asyncio.create_task(self._receive(), name="engine outputs")
-        lost = asyncio.create_task(self._has_lost_outputs.wait())
+        own = asyncio.create_task(self._has_own_outputs.wait())
         try:
-            await asyncio.wait({self._receive_task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._receive_task, own}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            lost.cancel()
-        if self._lost_outputs:
-            outputs, self._lost_outputs = self._lost_outputs, []
-            self._has_lost_outputs.clear()
+            own.cancel()
+        if self._own_outputs:
+            outputs, self._own_outputs = self._own_outputs, []
+            self._has_own_outputs.clear()
             return outputs
         task, self._receive_task = self._receive_task, None
         return await task
 
     async def close(self) -> None:
         """Let go of all sockets. Idempotent."""
+        if self._expiry is not None:
+            self._expiry.cancel()
         for task in (self._snapshot_task, self._receive_task):
             if task is not None:
                 task.cancel()
@@ -140,36 +159,61 @@ class DpClient:
     def _ready(self) -> list[int]:
         return [rank for rank, replica in self._replicas.items() if replica.state is ReplicaState.READY]
 
+    def _choose(self) -> int:
+        inflight = {rank: self._replay.num_unfinished(rank) for rank in self._ready()}
+        return self._balancer.choose(list(inflight), inflight, self._stats)
+
+    def _send(self, dp_rank: int, request: EngineCoreRequest) -> None:
+        assert self._sockets is not None
+        # One that cannot be sent is lost with its replica, which the supervisor is about to announce.
+        with contextlib.suppress(ReplicaLostError):
+            self._sockets.send(dp_rank, request)
+
     async def _receive(self) -> list[EngineCoreOutput]:
         assert self._sockets is not None
-        outputs = (await self._sockets.recv()).outputs
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
+        outputs = self._replay.accept((await self._sockets.recv()).outputs)
+        # A suspect that made a token was cleared, and the next one may be tried.
+        self._send_lost_requests()
         return outputs
-
-    def _forget(self, request_id: str) -> int | None:
-        dp_rank = self._owners.pop(request_id, None)
-        if dp_rank is not None:
-            self._inflight[dp_rank] -= 1
-        return dp_rank
 
     def _lose(self, dp_rank: int) -> None:
         assert self._sockets is not None
         self._sockets.disconnect(dp_rank)
-        lost = [request_id for request_id, owner in self._owners.items() if owner == dp_rank]
-        for request_id in lost:
-            self._forget(request_id)
-            self._lost_outputs.append(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=f"replica {dp_rank} was lost while it computed this request",
+        num_lost = self._replay.num_unfinished(dp_rank)
+        self._tell(self._replay.lose(dp_rank, time.monotonic()))
+        log.warning("replica lost dp_rank=%d requests=%d", dp_rank, num_lost)
+
+    def _send_lost_requests(self) -> None:
+        """Give lost requests to the replicas that serve, and see to it that none waits for ever."""
+        if self._ready():
+            for request in self._replay.replayable():
+                dp_rank = self._choose()
+                self._replay.replayed(request.request_id, dp_rank)
+                self._send(dp_rank, request)
+                log.info(
+                    "request continues dp_rank=%d attempt=%d output_tokens=%d request_id=%s",
+                    dp_rank,
+                    request.attempt,
+                    len(request.output_token_ids),
+                    request.request_id,
                 )
-            )
-        if lost:
-            self._has_lost_outputs.set()
-        log.warning("replica lost dp_rank=%d requests=%d", dp_rank, len(lost))
+        expiry_at = self._replay.next_expiry_at()
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if expiry_at is not None:
+            delay_s = max(0.0, expiry_at - time.monotonic())
+            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self._tell(self._replay.expire(time.monotonic()))
+        self._send_lost_requests()
+
+    def _tell(self, outputs: list[EngineCoreOutput]) -> None:
+        if outputs:
+            self._own_outputs += outputs
+            self._has_own_outputs.set()
 
     async def _follow_snapshots(self) -> None:
         assert self._context is not None

@@ -4,14 +4,19 @@ Called by: the supervisor, which feeds events and carries out instructions. Know
 
     STARTING --all ready--> SERVING --stop--> DRAINING --front ends gone, or budget spent--> STOPPING --all gone--> DONE
         |                      |                  |                                             ^
-        +--- a child ended, stop or deadline -----+--- a child ended, second stop --------------+
+        +- a child ended, stop, deadline          +--- nobody left to serve, second stop -------+
+                               +- nobody left to serve -----------------------------------------+
 
-Whatever the cause, every way ends in STOPPING, and STOPPING has a deadline after which everything is killed.
-A death while serving ends the cluster with ExitCode.FAILED: the rest cannot take over its requests yet.
+A child that dies while the cluster serves is started again, under a new epoch, after a pause that doubles with each
+death; the rest serves on meanwhile. One that dies more often than its budget allows is given up. Without any
+replica, or without a front end, the cluster ends with ExitCode.FAILED. A child that never became ready while the
+cluster starts is not started again: what is wrong then is the configuration, the model or the machine.
+Whatever the cause, every end goes through STOPPING, and STOPPING has a deadline after which everything is killed.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..shm.exit_codes import ExitCode
@@ -23,6 +28,17 @@ class ChildKind(StrEnum):
     API_SERVER = "api server"
     COORDINATOR = "coordinator"
     ENGINE_CORE = "engine core"
+
+
+class ChildState(StrEnum):
+    """Where a child is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    """Dead, and to be started again after a pause."""
+    GIVEN_UP = "given up"
+    """Dead, and not to be started again."""
 
 
 class ClusterState(StrEnum):
@@ -81,6 +97,14 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start this child again, under a new epoch."""
+
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Terminate:
     """Ask these children to leave."""
 
@@ -101,7 +125,34 @@ class Report:
     sentence: str
 
 
-Instruction = PublishFleet | Announce | Terminate | Kill | Report
+Instruction = PublishFleet | Announce | Start | Terminate | Kill | Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a child that died is started again.
+
+    max_restarts:    within `window_s`; one death more and the child is given up
+    backoff_s:       pause after the first death in the window; doubled with each further one
+    max_backoff_s:   longest pause
+    start_timeout_s: for the new process to be ready
+    """
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+    max_backoff_s: float
+    start_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Child:
+    kind: ChildKind
+    state: ChildState = ChildState.STARTING
+    epoch: int = 0
+    died_at: deque[float] = field(default_factory=deque)
+    due_at: float = float("inf")
+    """PAUSED: when to start it. STARTING again: until when it must be ready."""
 
 
 class Supervision:
@@ -109,7 +160,7 @@ class Supervision:
 
     children:        kind of each child by role
     start_timeout_s: from `started_at` until all are ready
-    drain_timeout_s: for running requests to finish after a stop; None of it is spent when there are none
+    drain_timeout_s: for running requests to finish after a stop
     stop_timeout_s:  for everything to leave, before it is killed. Larger than what any child gives its own
     """
 
@@ -121,14 +172,31 @@ class Supervision:
         start_timeout_s: float,
         drain_timeout_s: float,
         stop_timeout_s: float,
+        restart: RestartPolicy,
     ) -> None:
         self.state = ClusterState.STARTING
         self.exit_code = ExitCode.OK
-        self.deadline: float | None = started_at + start_timeout_s
-        self._alive = dict(children)
-        self._not_ready = set(children)
+        self._children = {role: _Child(kind) for role, kind in children.items()}
+        self._state_due_at = started_at + start_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._restart = restart
+
+    @property
+    def deadline(self) -> float | None:
+        """When to send a Tick at the latest; None while only an event can change anything."""
+        due_at = self._state_due_at
+        if self.state is ClusterState.SERVING:
+            due_at = min(child.due_at for child in self._children.values())
+        return due_at if due_at != float("inf") else None
+
+    def child_state(self, role: str) -> ChildState:
+        """Where a child is in its life."""
+        return self._children[role].state
+
+    def epoch(self, role: str) -> int:
+        """How often a child has been started again."""
+        return self._children[role].epoch
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; return what to do, in order."""
@@ -140,44 +208,69 @@ class Supervision:
             case StopRequested():
                 return self._on_stop(event.at)
             case Tick():
-                return self._on_deadline(event.at)
-
-    def is_alive(self, role: str) -> bool:
-        """True until the child's exit was handled."""
-        return role in self._alive
+                return self._on_tick(event.at)
 
     def _on_ready(self, role: str) -> list[Instruction]:
-        self._not_ready.discard(role)
-        if self.state is not ClusterState.STARTING:
-            return []
-        if self._not_ready:
-            return [PublishFleet()]
-        self.state = ClusterState.SERVING
-        self.deadline = None
-        return [PublishFleet(), Announce()]
+        child = self._children[role]
+        child.state = ChildState.READY
+        child.due_at = float("inf")
+        match self.state:
+            case ClusterState.STARTING:
+                if any(other.state is ChildState.STARTING for other in self._children.values()):
+                    return [PublishFleet()]
+                self.state = ClusterState.SERVING
+                self._state_due_at = float("inf")
+                return [PublishFleet(), Announce()]
+            case ClusterState.SERVING:
+                return [PublishFleet(), Report(sentence=f"{role} is back (start {child.epoch + 1})")]
+            case _:
+                return []
 
     def _on_exit(self, event: ChildExited) -> list[Instruction]:
-        kind = self._alive.pop(event.role)
-        self._not_ready.discard(event.role)
+        child = self._children[event.role]
+        child.state = ChildState.GIVEN_UP
+        child.due_at = float("inf")
         instructions: list[Instruction] = []
-        if self.state in (ClusterState.STARTING, ClusterState.SERVING):
-            is_config_error = event.is_config_error and self.state is ClusterState.STARTING
-            code = ExitCode.BAD_CONFIG if is_config_error else ExitCode.FAILED
-            # The front ends hear of it first, so that the lost requests end with an error instead of silence.
-            instructions = [Report(sentence=event.problem), PublishFleet(), *self._stop_all(event.at, code)]
-        elif self.state is ClusterState.DRAINING:
-            if kind is not ChildKind.API_SERVER or event.exitcode != ExitCode.OK:
-                instructions = [
-                    Report(sentence=event.problem),
-                    PublishFleet(),
-                    *self._stop_all(event.at, ExitCode.FAILED),
-                ]
-            elif ChildKind.API_SERVER not in self._alive.values():
-                instructions = self._stop_all(event.at, ExitCode.OK)
-        if not self._alive:
+        match self.state:
+            case ClusterState.STARTING:
+                code = ExitCode.BAD_CONFIG if event.is_config_error else ExitCode.FAILED
+                instructions = [Report(sentence=event.problem), *self._stop_all(event.at, code)]
+            case ClusterState.SERVING:
+                instructions = self._on_death(event, child)
+            case ClusterState.DRAINING:
+                instructions = self._on_exit_while_draining(event, child)
+            case _:
+                pass
+        if not self._alive():
             self.state = ClusterState.DONE
-            self.deadline = None
+            self._state_due_at = float("inf")
             return [instruction for instruction in instructions if isinstance(instruction, Report)]
+        return instructions
+
+    def _on_death(self, event: ChildExited, child: _Child) -> list[Instruction]:
+        """A child died while the cluster serves: start it again later, or give it up."""
+        child.died_at.append(event.at)
+        while child.died_at[0] <= event.at - self._restart.window_s:
+            child.died_at.popleft()
+        num_deaths = len(child.died_at)
+        if num_deaths <= self._restart.max_restarts:
+            pause_s = min(self._restart.max_backoff_s, self._restart.backoff_s * 2 ** (num_deaths - 1))
+            child.state = ChildState.PAUSED
+            child.due_at = event.at + pause_s
+            return [Report(sentence=f"{event.problem}; starting it again in {pause_s:g} s"), PublishFleet()]
+        sentence = f"{event.problem}; given up after {num_deaths} deaths in {self._restart.window_s:g} s"
+        instructions: list[Instruction] = [Report(sentence=sentence), PublishFleet()]
+        if child.kind is not ChildKind.COORDINATOR and not self._is_coming(child.kind):
+            instructions += self._stop_all(event.at, ExitCode.FAILED)
+        return instructions
+
+    def _on_exit_while_draining(self, event: ChildExited, child: _Child) -> list[Instruction]:
+        """Nobody is started again now: the rest finishes what runs, as long as there is a rest."""
+        if child.kind is ChildKind.API_SERVER and event.exitcode == ExitCode.OK:
+            return [] if self._is_coming(child.kind) else self._stop_all(event.at, ExitCode.OK)
+        instructions: list[Instruction] = [Report(sentence=event.problem), PublishFleet()]
+        if child.kind is not ChildKind.COORDINATOR and not self._is_coming(child.kind):
+            instructions += self._stop_all(event.at, ExitCode.FAILED)
         return instructions
 
     def _on_stop(self, at: float) -> list[Instruction]:
@@ -186,34 +279,74 @@ class Supervision:
                 return self._stop_all(at, ExitCode.INTERRUPTED)
             case ClusterState.SERVING:
                 self.state = ClusterState.DRAINING
-                self.deadline = at + self._drain_timeout_s + self._stop_timeout_s
-                return [Terminate(roles=self._roles(ChildKind.API_SERVER))]
+                self._state_due_at = at + self._drain_timeout_s + self._stop_timeout_s
+                for child in self._children.values():
+                    if child.state is ChildState.PAUSED:
+                        child.state = ChildState.GIVEN_UP
+                return [Terminate(roles=self._alive(ChildKind.API_SERVER))]
             case ClusterState.DRAINING:
                 return self._stop_all(at, ExitCode.INTERRUPTED)
             case ClusterState.STOPPING:
-                return [Kill(roles=tuple(self._alive))]
+                return [Kill(roles=self._alive())]
             case ClusterState.DONE:
                 return []
 
-    def _on_deadline(self, at: float) -> list[Instruction]:
-        if self.deadline is None or at < self.deadline:
+    def _on_tick(self, at: float) -> list[Instruction]:
+        match self.state:
+            case ClusterState.SERVING:
+                return self._on_due_children(at)
+            case ClusterState.DONE:
+                return []
+        if at < self._state_due_at:
             return []
         match self.state:
             case ClusterState.STARTING:
-                missing = ", ".join(sorted(self._not_ready))
-                report = Report(sentence=f"not ready before the deadline: {missing}")
-                return [report, *self._stop_all(at, ExitCode.FAILED)]
+                missing = [
+                    role for role, child in self._children.items() if child.state is ChildState.STARTING
+                ]
+                sentence = f"not ready before the deadline: {', '.join(sorted(missing))}"
+                return [Report(sentence=sentence), *self._stop_all(at, ExitCode.FAILED)]
             case ClusterState.DRAINING:
                 return [Report(sentence="the drain budget is spent"), *self._stop_all(at, self.exit_code)]
             case _:
-                self.deadline = None
-                return [Kill(roles=tuple(self._alive))]
+                self._state_due_at = float("inf")
+                return [Kill(roles=self._alive())]
+
+    def _on_due_children(self, at: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for role, child in self._children.items():
+            if at < child.due_at:
+                continue
+            if child.state is ChildState.PAUSED:
+                child.state = ChildState.STARTING
+                child.epoch += 1
+                child.due_at = at + self._restart.start_timeout_s
+                instructions.append(Start(role=role, epoch=child.epoch))
+            else:  # its exit will be handled like any other
+                child.due_at = float("inf")
+                instructions += [Report(sentence=f"{role} did not become ready again"), Kill(roles=(role,))]
+        return instructions
 
     def _stop_all(self, at: float, code: ExitCode) -> list[Instruction]:
         self.state = ClusterState.STOPPING
         self.exit_code = code
-        self.deadline = at + self._stop_timeout_s
-        return [Terminate(roles=tuple(self._alive))]
+        self._state_due_at = at + self._stop_timeout_s
+        for child in self._children.values():
+            if child.state is ChildState.PAUSED:
+                child.state = ChildState.GIVEN_UP
+        # The front ends hear of it first, so that lost requests end with an error instead of silence.
+        return [PublishFleet(), Terminate(roles=self._alive())]
 
-    def _roles(self, kind: ChildKind) -> tuple[str, ...]:
-        return tuple(role for role, its_kind in self._alive.items() if its_kind is kind)
+    def _alive(self, kind: ChildKind | None = None) -> tuple[str, ...]:
+        """Children that have a process."""
+        return tuple(
+            role
+            for role, child in self._children.items()
+            if child.state in (ChildState.STARTING, ChildState.READY) and kind in (None, child.kind)
+        )
+
+    def _is_coming(self, kind: ChildKind) -> bool:
+        """True when a child of this kind is alive or will be started again."""
+        return any(
+            child.kind is kind and child.state is not ChildState.GIVEN_UP for child in self._children.values()
+        )

@@ -5,6 +5,7 @@ the end of a child, a deadline. It imports neither torch nor the HTTP server. Wh
 every child leaves by itself (see shm/child.py), and the folder of sockets goes (see shm/runtime_dir.py).
 """
 
+import contextlib
 import logging
 import selectors
 import signal
@@ -18,7 +19,7 @@ import msgspec
 
 from ..engine.config import EngineConfig
 from ..engine.core_proc import EngineCoreArgs, EngineCoreReady
-from ..shm.errors import ProcessDiedError, StartupError
+from ..shm.errors import ProcessDiedError, QueueClosedError, StartupError
 from ..shm.exit_codes import ExitCode
 from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner
 from ..shm.runtime_dir import RuntimeDir
@@ -33,12 +34,15 @@ from .supervision import (
     ChildExited,
     ChildKind,
     ChildReady,
+    ChildState,
     ClusterState,
     Event,
     Instruction,
     Kill,
     PublishFleet,
     Report,
+    RestartPolicy,
+    Start,
     StopRequested,
     Supervision,
     Terminate,
@@ -48,7 +52,7 @@ from .supervision import (
 log = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
-_EPOCH = 0
+API_SERVER = "api0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +110,16 @@ class Supervisor:
         self._make_api_server = make_api_server
         self._observer = observer
         self._children: dict[str, ChildProcess] = {}
-        self._kinds: dict[str, ChildKind] = {}
         self._spawned_at: dict[str, float] = {}
         self._ready_after_s: dict[str, float] = {}
         self._reports: dict[int, ExecutorReport] = {}
         self._selector = selectors.DefaultSelector()
+        self._spawner = Spawner("supervisor")
+        self._kinds = {
+            COORDINATOR: ChildKind.COORDINATOR,
+            **{f"dp{dp_rank}": ChildKind.ENGINE_CORE for dp_rank in range(plan.data_parallel_size)},
+            API_SERVER: ChildKind.API_SERVER,
+        }
         self._started_at = 0.0
 
     def run(self) -> ExitCode:
@@ -120,10 +129,9 @@ class Supervisor:
         process died or never became ready, BAD_CONFIG when one refused its configuration.
         """
         self._started_at = time.monotonic()
-        board = StatusBoard.create(len(self._plan.ranks))
-        runtime_dir = RuntimeDir.create()
-        spawner = Spawner("supervisor")
-        spawner.start()
+        self._board = StatusBoard.create(len(self._plan.ranks))
+        self._runtime_dir = RuntimeDir.create()
+        self._spawner.start()
         signal_in, signal_out = socket.socketpair()
         signal_in.setblocking(False)
         signal_out.setblocking(False)
@@ -133,8 +141,8 @@ class Supervisor:
         }
         previous_fd = signal.set_wakeup_fd(signal_out.fileno(), warn_on_full_buffer=False)
         try:
-            for kind, spec in self._specs(runtime_dir, board):
-                self._add(kind, spawner.spawn(spec))
+            for role in self._kinds:
+                self._spawn(role, epoch=0)
             return self._watch(signal_in)
         finally:
             for child in self._children.values():
@@ -147,61 +155,64 @@ class Supervisor:
             signal_in.close()
             signal_out.close()
             self._selector.close()
-            spawner.close()
-            runtime_dir.close()
-            board.close()
+            self._spawner.close()
+            self._runtime_dir.close()
+            self._board.close()
 
-    def _specs(self, runtime_dir: RuntimeDir, board: StatusBoard) -> list[tuple[ChildKind, ChildSpec]]:
-        stats_address = runtime_dir.address("stats")
-        snapshot_address = runtime_dir.address("snapshots")
-        coordinator = ChildSpec(
-            role=COORDINATOR,
-            target="phalanx.cluster.coordinator:main",
-            args=msgspec.msgpack.encode(
-                CoordinatorArgs(stats_address=stats_address, snapshot_address=snapshot_address)
-            ),
-        )
-        specs = [(ChildKind.COORDINATOR, coordinator)]
-        self._input_addresses = {
-            dp_rank: runtime_dir.address(f"dp{dp_rank}.{_EPOCH}")
-            for dp_rank in range(self._plan.data_parallel_size)
-        }
-        for dp_rank, input_address in self._input_addresses.items():
-            ranks = self._plan.replica(dp_rank)
-            parallel = replace(self._engine.parallel, num_threads=ranks[0].num_threads)
-            args = EngineCoreArgs(
-                config=replace(self._engine, parallel=parallel),
-                dp_rank=dp_rank,
-                epoch=_EPOCH,
-                input_address=input_address,
-                stats_address=stats_address,
-                device_indices=[rank.device_index for rank in ranks],
-                board_fd=board.fd,
-                num_board_slots=len(self._plan.ranks),
-                first_board_slot=self._plan.ranks.index(ranks[0]),
-            )
-            spec = ChildSpec(
-                role=f"dp{dp_rank}",
-                target="phalanx.engine.core_proc:main",
-                args=msgspec.msgpack.encode(args),
-                rank=dp_rank,
-                pass_fds=(board.fd,),
-            )
-            specs.append((ChildKind.ENGINE_CORE, spec))
-        connection = FrontEndConnection(
-            client_index=0,
-            incarnation=0,
-            output_address=runtime_dir.address("api0.0"),
-            snapshot_address=snapshot_address,
-        )
-        specs.append((ChildKind.API_SERVER, self._make_api_server(connection)))
-        return specs
-
-    def _add(self, kind: ChildKind, child: ChildProcess) -> None:
-        self._children[child.role] = child
-        self._kinds[child.role] = kind
-        self._spawned_at[child.role] = time.monotonic()
+    def _spawn(self, role: str, epoch: int) -> None:
+        """Start the process of a role: the first time, or again."""
+        previous = self._children.get(role)
+        if previous is not None:
+            previous.close()
+        child = self._spawner.spawn(self._spec(role, epoch))
+        self._children[role] = child
+        self._spawned_at[role] = time.monotonic()
         self._selector.register(child.lifeline_fd, selectors.EVENT_READ, child)
+
+    def _spec(self, role: str, epoch: int) -> ChildSpec:
+        match self._kinds[role]:
+            case ChildKind.COORDINATOR:
+                args = CoordinatorArgs(
+                    stats_address=self._address("stats"), snapshot_address=self._address("loads")
+                )
+                return ChildSpec(
+                    role=role, target="phalanx.cluster.coordinator:main", args=msgspec.msgpack.encode(args)
+                )
+            case ChildKind.ENGINE_CORE:
+                return self._engine_core_spec(role, int(role.removeprefix("dp")), epoch)
+            case ChildKind.API_SERVER:
+                connection = FrontEndConnection(
+                    client_index=0,
+                    incarnation=epoch,
+                    output_address=self._address(f"{role}.{epoch}"),
+                    snapshot_address=self._address("loads"),
+                )
+                return self._make_api_server(connection)
+
+    def _engine_core_spec(self, role: str, dp_rank: int, epoch: int) -> ChildSpec:
+        ranks = self._plan.replica(dp_rank)
+        parallel = replace(self._engine.parallel, num_threads=ranks[0].num_threads)
+        args = EngineCoreArgs(
+            config=replace(self._engine, parallel=parallel),
+            dp_rank=dp_rank,
+            epoch=epoch,
+            input_address=self._address(f"{role}.{epoch}"),
+            stats_address=self._address("stats"),
+            device_indices=[rank.device_index for rank in ranks],
+            board_fd=self._board.fd,
+            num_board_slots=len(self._plan.ranks),
+            first_board_slot=self._plan.ranks.index(ranks[0]),
+        )
+        return ChildSpec(
+            role=role,
+            target="phalanx.engine.core_proc:main",
+            args=msgspec.msgpack.encode(args),
+            rank=dp_rank,
+            pass_fds=(self._board.fd,),
+        )
+
+    def _address(self, name: str) -> str:
+        return self._runtime_dir.address(name)
 
     def _watch(self, signals: socket.socket) -> ExitCode:
         """The loop: wait, turn what happened into events, carry out the answers."""
@@ -212,6 +223,13 @@ class Supervisor:
             drain_timeout_s=self._cluster.drain_timeout_s,
             # An engine core gives its workers executor.stop_timeout_s; its parent must wait longer than that.
             stop_timeout_s=self._cluster.stop_timeout_s + self._engine.executor.stop_timeout_s,
+            restart=RestartPolicy(
+                max_restarts=self._cluster.max_restarts,
+                window_s=self._cluster.restart_window_s,
+                backoff_s=self._cluster.restart_backoff_s,
+                max_backoff_s=self._cluster.max_restart_backoff_s,
+                start_timeout_s=self._cluster.start_timeout_s,
+            ),
         )
         while self._supervision.state is not ClusterState.DONE:
             deadline = self._supervision.deadline
@@ -284,6 +302,8 @@ class Supervisor:
                 self._publish_fleet()
             case Announce():
                 self._observer.serving(self._cluster_report())
+            case Start():
+                self._spawn(instruction.role, instruction.epoch)
             case Terminate():
                 for role in instruction.roles:
                     self._children[role].terminate()
@@ -295,28 +315,24 @@ class Supervisor:
 
     def _publish_fleet(self) -> None:
         replicas = []
-        for dp_rank, input_address in self._input_addresses.items():
+        for dp_rank in range(self._plan.data_parallel_size):
             role = f"dp{dp_rank}"
-            if not self._supervision.is_alive(role):
-                state = ReplicaState.LOST
-            elif role in self._ready_after_s:
-                state = ReplicaState.READY
-            else:
-                state = ReplicaState.STARTING
+            epoch = self._supervision.epoch(role)
             report = self._reports.get(dp_rank)
             replicas.append(
                 ReplicaInfo(
                     dp_rank=dp_rank,
-                    epoch=_EPOCH,
-                    state=state,
-                    input_address=input_address,
+                    epoch=epoch,
+                    state=_REPLICA_STATES[self._supervision.child_state(role)],
+                    input_address=self._address(f"{role}.{epoch}"),
                     max_model_len=report.max_model_len if report is not None else None,
                 )
             )
         payload = msgspec.msgpack.encode(FleetUpdate(replicas=replicas))
-        for role, kind in self._kinds.items():
-            if kind is ChildKind.API_SERVER and self._supervision.is_alive(role):
-                self._children[role].send(payload)
+        if self._supervision.child_state(API_SERVER) in (ChildState.STARTING, ChildState.READY):
+            # One that has just died is told apart by its exit, which is on its way.
+            with contextlib.suppress(QueueClosedError):
+                self._children[API_SERVER].send(payload)
 
     def _cluster_report(self) -> ClusterReport:
         return ClusterReport(
@@ -327,6 +343,14 @@ class Supervisor:
             ),
             replicas=dict(self._reports),
         )
+
+
+_REPLICA_STATES = {
+    ChildState.STARTING: ReplicaState.STARTING,
+    ChildState.READY: ReplicaState.READY,
+    ChildState.PAUSED: ReplicaState.LOST,
+    ChildState.GIVEN_UP: ReplicaState.LOST,
+}
 
 
 def _ignore(signum: int, frame: object) -> None:

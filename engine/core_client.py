@@ -12,10 +12,8 @@ whoever watches the process disconnects it.
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +22,7 @@ import zmq.asyncio
 
 from ..shm.errors import ProcessDiedError, ProcessError
 from ..shm.process import ChildMessage, ChildProcess, ChildSpec, Progress, Spawner, wait_all_ready
+from ..shm.runtime_dir import RuntimeDir
 from ..shm.sockets import bind_pull, connect_push
 from ..workers.messages import ExecutorReport
 from .config import EngineConfig
@@ -93,7 +92,7 @@ class CoreSockets:
         """Reach a replica, and say hello. Again for the same rank: forget the old address first."""
         self.disconnect(dp_rank)
         self._replicas[dp_rank] = connect_push(self._send_context, input_address)
-        self._send(dp_rank, self._hello)
+        self.send(dp_rank, self._hello)
 
     def disconnect(self, dp_rank: int) -> None:
         """Forget a replica, with everything that was not sent yet. One that is unknown is no error."""
@@ -101,12 +100,18 @@ class CoreSockets:
         if socket is not None:
             socket.close(linger=0)
 
-    async def send(self, dp_rank: int, message: ClientMessage) -> None:
+    def send(self, dp_rank: int, message: ClientMessage) -> None:
         """Send to a replica; never waits.
 
         Raises ReplicaLostError when it is not connected, or has not taken thousands of messages.
         """
-        self._send(dp_rank, message)
+        socket = self._replicas.get(dp_rank)
+        if socket is None:
+            raise ReplicaLostError(f"replica {dp_rank} is not connected")
+        try:
+            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ReplicaLostError(f"replica {dp_rank} takes no requests") from None
 
     async def recv(self) -> EngineCoreOutputs:
         """Wait for the next outputs of any replica. A message that does not decode is dropped."""
@@ -126,15 +131,6 @@ class CoreSockets:
             self._context.term()
             self._send_context.term()
 
-    def _send(self, dp_rank: int, message: ClientMessage) -> None:
-        socket = self._replicas.get(dp_rank)
-        if socket is None:
-            raise ReplicaLostError(f"replica {dp_rank} is not connected")
-        try:
-            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise ReplicaLostError(f"replica {dp_rank} takes no requests") from None
-
 
 class ProcessCoreClient:
     """One engine core in a process of its own, started, watched and stopped here.
@@ -147,12 +143,12 @@ class ProcessCoreClient:
         *,
         child: ChildProcess,
         spawner: Spawner,
-        folder: "tempfile.TemporaryDirectory[str]",
+        runtime_dir: RuntimeDir,
         stop_timeout_s: float,
     ) -> None:
         self._child = child
         self._spawner = spawner
-        self._folder = folder
+        self._runtime_dir = runtime_dir
         self._stop_timeout_s = stop_timeout_s
         self._sockets: CoreSockets | None = None
         self._lost: asyncio.Future[ReplicaLostError] | None = None
@@ -168,14 +164,13 @@ class ProcessCoreClient:
 
         Raises StartupError or ConfigError; nothing is left running then.
         """
-        # Short, and ours alone: the kernel limits the length of a socket's path.
-        folder = tempfile.TemporaryDirectory(prefix="phalanx-")
+        runtime_dir = RuntimeDir.create()
         spawner = Spawner("engine")
         args = EngineCoreArgs(
             config=config,
             dp_rank=0,
             epoch=0,
-            input_address=_address(folder, "core"),
+            input_address=runtime_dir.address("core"),
             stats_address=None,
             device_indices=list(range(config.parallel.tensor_parallel_size)),
         )
@@ -187,13 +182,16 @@ class ProcessCoreClient:
             deadline = time.monotonic() + config.executor.start_timeout_s + _REPORT_TIMEOUT_S
             wait_all_ready([child], deadline, _log_phase)
             return cls(
-                child=child, spawner=spawner, folder=folder, stop_timeout_s=config.executor.stop_timeout_s
+                child=child,
+                spawner=spawner,
+                runtime_dir=runtime_dir,
+                stop_timeout_s=config.executor.stop_timeout_s,
             )
         except BaseException:
             if child is not None:
                 child.stop(reason="start failed", timeout_s=config.executor.stop_timeout_s)
             spawner.close()
-            folder.cleanup()
+            runtime_dir.close()
             raise
 
     async def start(self) -> None:
@@ -201,9 +199,9 @@ class ProcessCoreClient:
         loop = asyncio.get_running_loop()
         self._lost = loop.create_future()
         self._sockets = CoreSockets(
-            client_index=0, incarnation=0, output_address=_address(self._folder, "outputs")
+            client_index=0, incarnation=0, output_address=self._runtime_dir.address("outputs")
         )
-        self._sockets.connect(0, _address(self._folder, "core"))
+        self._sockets.connect(0, self._runtime_dir.address("core"))
         loop.add_reader(self._child.lifeline_fd, self._read_lifeline)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
@@ -212,14 +210,14 @@ class ProcessCoreClient:
         assert self._lost is not None
         if self._lost.done():
             raise self._lost.result()
-        await self._sockets.send(0, request)
+        self._sockets.send(0, request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Have requests forgotten. An engine core that is gone has forgotten them."""
         assert self._sockets is not None
         assert self._lost is not None
         if not self._lost.done():
-            await self._sockets.send(0, AbortRequests(request_ids=request_ids))
+            self._sockets.send(0, AbortRequests(request_ids=request_ids))
 
     async def get_outputs(self) -> list[EngineCoreOutput]:
         """Wait for the next outputs. Raises ReplicaLostError when the engine core is gone."""
@@ -250,7 +248,7 @@ class ProcessCoreClient:
         # The engine core stops its workers within the same budget before it leaves itself.
         self._child.stop(reason="closed", timeout_s=2 * self._stop_timeout_s)
         self._spawner.close()
-        self._folder.cleanup()
+        self._runtime_dir.close()
 
     def _read_lifeline(self) -> None:
         """Called by the loop: a message, or the end of the process."""
@@ -300,10 +298,6 @@ class InprocCoreClient:
     def close(self, *, reason: str) -> None:
         """End the workers. Idempotent."""
         self._core.close(reason=reason)
-
-
-def _address(folder: "tempfile.TemporaryDirectory[str]", name: str) -> str:
-    return f"ipc://{Path(folder.name) / name}"
 
 
 def _log_phase(child: ChildProcess, message: ChildMessage) -> None:

@@ -68,6 +68,7 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
             server=config.server,
             model=config.model,
             drain_timeout_s=config.cluster.drain_timeout_s,
+            replay_wait_s=config.cluster.replay_wait_s,
         )
         return ChildSpec(
             role=f"api{connection.client_index}",

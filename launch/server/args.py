@@ -16,6 +16,7 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     connection:      how it joins the cluster
     listen_fd:       the inherited listening socket
     drain_timeout_s: how long running requests may take to finish once a stop is asked
+    replay_wait_s:   how long a request whose replica was lost waits for another one
     """
 
     connection: FrontEndConnection
@@ -23,3 +24,4 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerConfig
     model: ModelConfig
     drain_timeout_s: float
+    replay_wait_s: float

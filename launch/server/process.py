@@ -73,7 +73,7 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     context.on_stop(ask_stop)
     context.progress("tokenizer")
     input_processor = InputProcessor.from_model(args.model)
-    client = DpClient(args.connection)
+    client = DpClient(args.connection, replay_wait_s=args.replay_wait_s)
     engine = AsyncLLM(client, input_processor, client_index=args.connection.client_index)
     await engine.start()
     decoder = msgspec.msgpack.Decoder(FleetUpdate)

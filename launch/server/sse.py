@@ -5,6 +5,8 @@ cancelled, which closes the engine's iterators, which aborts the request in the 
 """
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -21,6 +23,9 @@ T = TypeVar("T")
 STATUS_KEY = "phalanx.status"
 """Where the scope holds the status that metrics count, when it is not the one that was sent."""
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+QUIET_S = 5.0
+"""A stream that has been silent for so long gets a comment line, which clients skip and proxies count as life."""
 HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 """No cache and no proxy may hold events back."""
 
@@ -67,10 +72,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._gate = gate
+        self._sent_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events. Ends quietly when the client leaves."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        comments = asyncio.create_task(self._comment_when_quiet(send))
         try:
             await run_watched(receive, self._gate, self._pump(send))
         except (ClientGoneError, OSError):
@@ -82,13 +89,27 @@ class EventStream(Response):
             scope[STATUS_KEY] = api_error.status
             await _send(send, event(api_error.body()))
         finally:
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
             await self._events.aclose()
         await _send(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pump(self, send: Send) -> None:
         async for data in self._events:
+            self._sent_at = time.monotonic()
             await _send(send, data)
+
+    async def _comment_when_quiet(self, send: Send) -> None:
+        """Beside the pump, not around it: a timeout per event would cost every token a task."""
+        with contextlib.suppress(OSError):  # the client is gone, which the pump is about to learn
+            while True:
+                quiet_s = time.monotonic() - self._sent_at
+                if quiet_s >= QUIET_S:
+                    self._sent_at = time.monotonic()
+                    await _send(send, COMMENT)
+                else:
+                    await asyncio.sleep(QUIET_S - quiet_s)
 
 
 async def _send(send: Send, data: bytes) -> None:

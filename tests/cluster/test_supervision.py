@@ -1,5 +1,6 @@
 """The life of a cluster as events and instructions; no process."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,10 +9,14 @@ from phalanx.cluster.supervision import (
     ChildExited,
     ChildKind,
     ChildReady,
+    ChildState,
     ClusterState,
+    Instruction,
     Kill,
     PublishFleet,
     Report,
+    RestartPolicy,
+    Start,
     StopRequested,
     Supervision,
     Terminate,
@@ -29,7 +34,14 @@ CHILDREN = {
 
 def starting() -> Supervision:
     return Supervision(
-        CHILDREN, started_at=0.0, start_timeout_s=100.0, drain_timeout_s=30.0, stop_timeout_s=5.0
+        CHILDREN,
+        started_at=0.0,
+        start_timeout_s=100.0,
+        drain_timeout_s=30.0,
+        stop_timeout_s=5.0,
+        restart=RestartPolicy(
+            max_restarts=2, window_s=600.0, backoff_s=1.0, max_backoff_s=30.0, start_timeout_s=100.0
+        ),
     )
 
 
@@ -68,6 +80,88 @@ def test_a_boot_failure_stops_all_and_is_not_restarted() -> None:
     assert supervision.exit_code is ExitCode.FAILED
 
 
+@pytest.mark.parametrize("role", list(CHILDREN))
+def test_a_child_that_dies_is_started_again_after_a_pause_that_doubles(role: str) -> None:
+    supervision = serving()
+
+    report, publish = supervision.handle(exited(role, exitcode=-9, at=50.0))
+    assert report == Report(sentence=f"{role} is gone; starting it again in 1 s")
+    assert publish == PublishFleet()
+    assert supervision.state is ClusterState.SERVING
+    assert supervision.deadline == 51.0
+    assert supervision.handle(Tick(at=50.9)) == []
+    assert supervision.handle(Tick(at=51.0)) == [Start(role=role, epoch=1)]
+    assert supervision.child_state(role) is ChildState.STARTING
+    publish, report = supervision.handle(ChildReady(role=role))
+    assert publish == PublishFleet()
+    assert supervision.deadline is None
+
+    report, _ = supervision.handle(exited(role, exitcode=-9, at=60.0))
+    assert report == Report(sentence=f"{role} is gone; starting it again in 2 s")
+    assert supervision.handle(Tick(at=62.0)) == [Start(role=role, epoch=2)]
+
+
+def kill_often(supervision: Supervision, role: str, *, at: float = 50.0) -> list[Instruction]:
+    """Let a child die once more than its budget allows."""
+    for count in range(2):
+        supervision.handle(exited(role, exitcode=-9, at=at + 10 * count))
+        supervision.handle(Tick(at=at + 10 * count + 5))
+        supervision.handle(ChildReady(role=role))
+    return supervision.handle(exited(role, exitcode=-9, at=at + 30))
+
+
+def test_a_replica_that_dies_too_often_is_given_up_and_the_rest_serves_on() -> None:
+    supervision = serving()
+
+    report, publish = kill_often(supervision, "dp0")
+
+    assert report == Report(sentence="dp0 is gone; given up after 3 deaths in 600 s")
+    assert publish == PublishFleet()
+    assert supervision.state is ClusterState.SERVING
+    assert supervision.child_state("dp0") is ChildState.GIVEN_UP
+
+
+def test_without_any_replica_the_cluster_ends() -> None:
+    supervision = serving()
+    kill_often(supervision, "dp0")
+
+    *_, terminate = kill_often(supervision, "dp1", at=100.0)
+
+    assert terminate == Terminate(roles=("coordinator", "api0"))
+    assert supervision.exit_code is ExitCode.FAILED
+
+
+def test_deaths_long_ago_are_forgiven() -> None:
+    supervision = serving()
+    for count in range(9):
+        at = 1000.0 * count
+        report, _ = supervision.handle(exited("dp0", exitcode=-9, at=at))
+        assert report == Report(sentence="dp0 is gone; starting it again in 1 s")
+        supervision.handle(Tick(at=at + 1))
+        supervision.handle(ChildReady(role="dp0"))
+
+
+def test_a_restart_that_does_not_become_ready_is_killed_and_counts_as_a_death() -> None:
+    supervision = serving()
+    supervision.handle(exited("dp0", exitcode=-9, at=50.0))
+    supervision.handle(Tick(at=51.0))
+
+    assert supervision.deadline == 151.0
+    report, kill = supervision.handle(Tick(at=151.0))
+    assert report == Report(sentence="dp0 did not become ready again")
+    assert kill == Kill(roles=("dp0",))
+    report, _ = supervision.handle(exited("dp0", exitcode=-9, at=151.5))
+    assert report == Report(sentence="dp0 is gone; starting it again in 2 s")
+
+
+def test_a_replica_lost_while_draining_does_not_stop_the_others() -> None:
+    supervision = serving()
+    supervision.handle(StopRequested(at=10.0))
+
+    assert supervision.handle(exited("dp0", exitcode=-9)) == [Report(sentence="dp0 is gone"), PublishFleet()]
+    assert supervision.state is ClusterState.DRAINING
+
+
 def test_a_refused_configuration_keeps_its_exit_code() -> None:
     supervision = starting()
     supervision.handle(exited("dp1", exitcode=2, is_config_error=True))
@@ -80,7 +174,7 @@ def test_the_start_deadline_names_who_is_missing() -> None:
     supervision.handle(ChildReady(role="dp0"))
     assert supervision.deadline == 100.0
 
-    report, terminate = supervision.handle(Tick(at=100.0))
+    report, _, terminate = supervision.handle(Tick(at=100.0))
 
     assert report == Report(sentence="not ready before the deadline: api0, coordinator, dp1")
     assert terminate == Terminate(roles=tuple(CHILDREN))
@@ -92,7 +186,10 @@ def test_a_stop_drains_the_front_ends_first_and_then_stops_the_rest() -> None:
 
     assert supervision.handle(StopRequested(at=10.0)) == [Terminate(roles=("api0",))]
     assert supervision.state is ClusterState.DRAINING
-    assert supervision.handle(exited("api0")) == [Terminate(roles=("coordinator", "dp0", "dp1"))]
+    assert supervision.handle(exited("api0")) == [
+        PublishFleet(),
+        Terminate(roles=("coordinator", "dp0", "dp1")),
+    ]
     for role in ("dp1", "coordinator", "dp0"):
         assert supervision.handle(exited(role)) == []
     assert supervision.state is ClusterState.DONE
@@ -104,7 +201,7 @@ def test_the_drain_budget_is_bounded() -> None:
     supervision.handle(StopRequested(at=10.0))
 
     assert supervision.handle(Tick(at=44.9)) == []
-    report, terminate = supervision.handle(Tick(at=45.0))
+    report, _, terminate = supervision.handle(Tick(at=45.0))
     assert report == Report(sentence="the drain budget is spent")
     assert isinstance(terminate, Terminate)
     assert supervision.handle(Tick(at=50.0)) == [Kill(roles=tuple(CHILDREN))]
@@ -114,7 +211,7 @@ def test_a_second_stop_ends_the_drain_and_a_third_kills() -> None:
     supervision = serving()
     supervision.handle(StopRequested(at=10.0))
 
-    assert supervision.handle(StopRequested(at=11.0)) == [Terminate(roles=tuple(CHILDREN))]
+    assert supervision.handle(StopRequested(at=11.0)) == [PublishFleet(), Terminate(roles=tuple(CHILDREN))]
     assert supervision.handle(StopRequested(at=11.1)) == [Kill(roles=tuple(CHILDREN))]
     assert supervision.exit_code is ExitCode.INTERRUPTED
 
@@ -122,14 +219,15 @@ def test_a_second_stop_ends_the_drain_and_a_third_kills() -> None:
 def test_a_stop_while_starting_needs_no_drain() -> None:
     supervision = starting()
 
-    assert supervision.handle(StopRequested(at=1.0)) == [Terminate(roles=tuple(CHILDREN))]
+    assert supervision.handle(StopRequested(at=1.0)) == [PublishFleet(), Terminate(roles=tuple(CHILDREN))]
     assert supervision.exit_code is ExitCode.INTERRUPTED
 
 
-def test_a_death_while_draining_is_a_failure() -> None:
+def test_losing_the_last_replica_while_draining_is_a_failure() -> None:
     supervision = serving()
     supervision.handle(StopRequested(at=10.0))
     supervision.handle(exited("dp0", exitcode=-9))
+    supervision.handle(exited("dp1", exitcode=-9))
 
     assert supervision.state is ClusterState.STOPPING
     assert supervision.exit_code is ExitCode.FAILED
@@ -143,20 +241,21 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.lists(EVENTS, max_size=40))
+@given(st.lists(EVENTS, max_size=60))
 def test_whatever_happens_it_ends_and_never_names_a_dead_child(events: list[tuple[str, str]]) -> None:
     supervision = starting()
-    dead: set[str] = set()
+    alive = set(CHILDREN)
+    epochs = dict.fromkeys(CHILDREN, 0)
     now = 0.0
 
     def feed(kind: str, role: str) -> None:
         nonlocal now
         now += 1.0
         match kind:
-            case "ready" if role not in dead:
+            case "ready" if role in alive:
                 instructions = supervision.handle(ChildReady(role=role))
-            case "exit" if role not in dead:
-                dead.add(role)
+            case "exit" if role in alive:
+                alive.remove(role)
                 instructions = supervision.handle(exited(role, exitcode=-9, at=now))
             case "stop":
                 instructions = supervision.handle(StopRequested(at=now))
@@ -165,7 +264,12 @@ def test_whatever_happens_it_ends_and_never_names_a_dead_child(events: list[tupl
                 instructions = supervision.handle(Tick(at=now))
         for instruction in instructions:
             if isinstance(instruction, Terminate | Kill):
-                assert not set(instruction.roles) & dead
+                assert set(instruction.roles) <= alive
+            if isinstance(instruction, Start):
+                assert instruction.role not in alive
+                assert instruction.epoch == epochs[instruction.role] + 1
+                epochs[instruction.role] += 1
+                alive.add(instruction.role)
 
     for kind, role in events:
         feed(kind, role)

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from support.children import wait_until
 from support.launch import TINY_MODEL, Cluster, running_cluster
 
 NUM_CLIENTS = 64
@@ -83,8 +82,7 @@ def test_64_streams_are_complete_and_none_is_mixed_up(cluster: Cluster, prompts:
 
 
 def test_clients_that_leave_free_their_blocks(cluster: Cluster, prompts: list[str]) -> None:
-    before = cluster.free_blocks()
-    assert len(before) == 2
+    cluster.wait_all_blocks_free(2)
 
     async def run() -> list[str | None]:
         async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
@@ -97,7 +95,7 @@ def test_clients_that_leave_free_their_blocks(cluster: Cluster, prompts: list[st
 
     asyncio.run(run())
 
-    wait_until(lambda: cluster.free_blocks() == before, timeout_s=20, what="the return of all blocks")
+    cluster.wait_all_blocks_free(2)
 
 
 def test_both_replicas_take_part(cluster: Cluster) -> None:

@@ -107,11 +107,22 @@ class Cluster:
                 todo += children
         return found
 
-    def free_blocks(self) -> dict[str, float]:
-        """Free KV blocks by dp_rank, as the metrics say."""
+    def used_blocks(self) -> dict[str, float]:
+        """KV blocks in use by dp_rank, as the metrics say. At rest none is, whatever the prefix cache keeps."""
         text = httpx.get(f"{self.url}/metrics").text
-        rows = re.findall(r'^phalanx_kv_blocks_free\{[^}]*dp_rank="(\d+)"[^}]*\} (\S+)$', text, re.MULTILINE)
-        return {dp_rank: float(value) for dp_rank, value in rows}
+
+        def rows(name: str) -> dict[str, float]:
+            found = re.findall(rf'^{name}\{{[^}}]*dp_rank="(\d+)"[^}}]*\}} (\S+)$', text, re.MULTILINE)
+            return {dp_rank: float(value) for dp_rank, value in found}
+
+        total, free = rows("phalanx_kv_blocks_total"), rows("phalanx_kv_blocks_free")
+        # The null block is never given out.
+        return {dp_rank: total[dp_rank] - 1 - free[dp_rank] for dp_rank in total}
+
+    def wait_all_blocks_free(self, num_replicas: int) -> None:
+        """Wait until no replica has a block in use."""
+        idle = {str(dp_rank): 0.0 for dp_rank in range(num_replicas)}
+        wait_until(lambda: self.used_blocks() == idle, timeout_s=20, what="the return of all blocks")
 
     def assert_nothing_left(self, pids: list[int], *, timeout_s: float = 5.0) -> None:
         """No process of `pids` lives, and no file of the cluster is left."""
