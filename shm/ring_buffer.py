@@ -107,12 +107,12 @@ class RingWriter(RingEnd):
         """
         num_bytes = 0
         for buffer in buffers:
-            num_bytes += len(buffer) if type(buffer) is bytes else memoryview(buffer).nbytes
+            num_bytes += len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
         position = self._begin(num_bytes, deadline_at)
         data = self._data
         for buffer in buffers:
-            if type(buffer) is not bytes:
-                buffer = memoryview(buffer).cast("B")
+            if not isinstance(buffer, bytes):
+                buffer = buffer.cast("B")
             end = position + len(buffer)
             data[position:end] = buffer
             position = end
@@ -254,6 +254,7 @@ class RingReader(RingEnd):
         self, segment: SharedSegment, index: int, *, is_peer_alive: Callable[[], bool] = always_alive
     ) -> None:
         super().__init__(segment, index, is_peer_alive)
+        self._data = self._data.toreadonly()
         # Not read again while something is known to be there: the line belongs to the writer's core.
         self._published = self._cursor
         self._view: memoryview | None = None
@@ -298,7 +299,7 @@ class RingReader(RingEnd):
         if header ^ num_bytes != RECORD or start + num_bytes > capacity:
             raise ProtocolError(f"the ring holds no record at {offset}")
         self._view_end = cursor + HEADER_BYTES + (num_bytes + 7 & ~7)
-        self._view = view = self._data[start : start + num_bytes].toreadonly()
+        self._view = view = self._data[start : start + num_bytes]
         return view
 
     def release(self) -> None:

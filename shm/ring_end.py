@@ -47,11 +47,13 @@ from .segment import SharedSegment
 WAIT_SLICE_S = 0.25
 """Longest sleep before a wait looks at its peer again."""
 
-_LOOKS_PER_ROUND = 16
-"""Loads between two offers of the core to others: about a microsecond."""
-_MIN_SPIN_ROUNDS = 1
-_MAX_SPIN_ROUNDS = 32
-"""About 60 µs, which is what a sleep and a wake-up cost on a small virtual machine."""
+_LOOKS_PER_ROUND = 8
+"""Loads between two offers of the core to others, together about a microsecond. Few: when both ends were put on one
+core, the other end can answer only after the offer."""
+_MIN_SPIN_ROUNDS = 2
+_MAX_SPIN_ROUNDS = 64
+_SHORT_SLEEP_S = 60e-6
+"""What a sleep and a wake-up cost on a small virtual machine: who slept for less had better looked on."""
 
 
 def always_alive() -> bool:
@@ -87,9 +89,11 @@ class RingEnd:
         self._is_peer_alive = is_peer_alive
         self._futex = Futex()
         self._own = WRITER_LINE if own_line is None else reader_line(own_line)
-        self._wake = self._futex.waker(self._words.address(self._own + EVENT))
-        self._cursor = self._words.load(self._own + CURSOR)
-        self._event = self._words.load(self._own + EVENT)
+        self._own_cursor = self._own + CURSOR
+        self._own_event = self._own + EVENT
+        self._wake = self._futex.waker(self._words.address(self._own_event))
+        self._cursor = self._load(self._own_cursor)
+        self._event = self._load(self._own_event)
         self._spin_rounds = _MIN_SPIN_ROUNDS
         self._is_closed = False
         self._num_records = 0
@@ -102,7 +106,8 @@ class RingEnd:
             return
         self._is_closed = True
         self._store(self._own + CLOSED, 1)
-        self._signal()
+        self._store(self._own_event, self._event + 1)
+        self._wake()
         self._words.close()
         self._headers.release()
         self._data.release()
@@ -111,13 +116,10 @@ class RingEnd:
     def _advance(self, cursor: int) -> None:
         """Make `cursor` visible to the other side, and wake it: steps 1 to 3."""
         self._cursor = cursor
-        self._store(self._own + CURSOR, cursor)
-        self._signal()
-
-    def _signal(self) -> None:
-        """Steps 2 and 3."""
-        self._event += 1
-        self._store(self._own + EVENT, self._event)
+        self._event = event = self._event + 1
+        store = self._store
+        store(self._own_cursor, cursor)
+        store(self._own_event, event)
         self._wake()
 
     def _wait_past(self, line: int, seen_cursor: int, deadline_at: float) -> bool:
@@ -130,11 +132,13 @@ class RingEnd:
         if self._spin(line + CURSOR, seen_cursor):
             return True
         load = self._load
+        began_at = time.monotonic()
         while True:
             event = load(line + EVENT)
             is_closed = load(line + CLOSED) != 0 or not self._is_peer_alive()
             # Looked at after the closing: who closes publishes first, so nothing can be missed in between.
             if load(line + CURSOR) != seen_cursor:
+                self._learn(time.monotonic() - began_at)
                 return True
             if is_closed:
                 raise QueueClosedError("the other side of the ring is closed or gone")
@@ -147,19 +151,27 @@ class RingEnd:
     def _spin(self, cursor_index: int, seen_cursor: int) -> bool:
         """Look at a cursor for a short while; True when it moved.
 
-        How long is learned: what came while this end looked doubles it, what did not come halves it, so that an
-        end which waits for long things soon does not look at all. Between looks the core is offered to others, so
-        that with more processes than cores nobody is kept from running by somebody who looks for its work.
+        Between looks the core is offered to others, so that with more processes than cores nobody is kept from
+        running by somebody who looks for its work.
         """
         load = self._load
         for _ in range(self._spin_rounds):
             for _ in range(_LOOKS_PER_ROUND):
                 if load(cursor_index) != seen_cursor:
-                    self._spin_rounds = min(_MAX_SPIN_ROUNDS, self._spin_rounds * 2)
                     return True
             os.sched_yield()
-        self._spin_rounds = max(_MIN_SPIN_ROUNDS, self._spin_rounds // 2)
         return False
+
+    def _learn(self, slept_s: float) -> None:
+        """Choose how long to look next time, from how long it was slept after looking in vain.
+
+        What came soon would have been seen by looking a little longer, without the cost of a wake-up on both sides.
+        What took long would not, and an end that waits for long things soon hardly looks at all.
+        """
+        if slept_s < _SHORT_SLEEP_S:
+            self._spin_rounds = min(_MAX_SPIN_ROUNDS, self._spin_rounds * 2)
+        else:
+            self._spin_rounds = max(_MIN_SPIN_ROUNDS, self._spin_rounds // 2)
 
     def _require_open(self) -> None:
         if self._is_closed:
