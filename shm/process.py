@@ -15,6 +15,7 @@ end and its pidfd becomes readable. Nobody polls.
 """
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -29,9 +30,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .errors import ConfigError, ProcessError, QueueClosedError, StartupError
+from .stack_dump import StackPipe, is_stopped
+from .stall import StallDetector
 
 MAX_MESSAGE_BYTES = 128 << 10
 """One lifeline message. Below the kernel's smallest default socket buffer, so that it goes in one piece."""
+_BEFORE_FIRST_PHASE = "start"
+_STACK_WAIT_S = 1.0
 _KILL_WAIT_S = 5.0
 """After SIGKILL, for the kernel to end the process: only a process in an uninterruptible call takes longer."""
 
@@ -124,17 +129,24 @@ class ChildProcess:
     Thread: one owner calls `receive`, `stop` and `close`; `send` and `kill` may be called from any thread.
     """
 
-    def __init__(self, spec: ChildSpec, process: "subprocess.Popen[bytes]", lifeline: socket.socket) -> None:
+    def __init__(
+        self,
+        spec: ChildSpec,
+        process: "subprocess.Popen[bytes]",
+        lifeline: socket.socket,
+        stack_pipe: StackPipe,
+    ) -> None:
         self.role = spec.role
         self.rank = spec.rank
         self.pid = process.pid
         # Opened before anyone can have reaped the child, so it can only mean this process.
         self.pidfd = os.pidfd_open(process.pid)
-        self.last_phase = "start"
+        self.last_phase = _BEFORE_FIRST_PHASE
         self.failure: Failed | None = None
         self.ready: Ready | None = None
         self._process = process
         self._lifeline = lifeline
+        self._stack_pipe = stack_pipe
         self._decoder = msgspec.msgpack.Decoder(ChildMessage)
         self._is_closed = False
 
@@ -183,6 +195,18 @@ class ChildProcess:
         detail = self.failure.error if self.failure else f"last phase: {self.last_phase}"
         return error_type(self.role, rank=self.rank, exitcode=self.exitcode, detail=detail)
 
+    def stack(self) -> str:
+        """Return the Python stacks of the child's threads, or in one line why there are none.
+
+        Blocks up to a second, while the child goes on. One thread at a time.
+        """
+        if is_stopped(self.pid):
+            return "(stopped by a signal: no stack)"
+        if self._is_closed or self.last_phase == _BEFORE_FIRST_PHASE:
+            # Before it is armed, the signal would end the child.
+            return "(no stack: the process is not armed yet, or is gone)"
+        return self._stack_pipe.request(self.pidfd, _STACK_WAIT_S) or "(the process does not answer)"
+
     def kill(self) -> None:
         """Send SIGKILL. Does not wait; `stop` or `close` reaps."""
         with contextlib.suppress(ProcessLookupError):
@@ -222,6 +246,7 @@ class ChildProcess:
             self.receive()
             self._is_closed = True
             self._lifeline.close()
+            self._stack_pipe.close()
             os.close(self.pidfd)
 
 
@@ -229,19 +254,31 @@ def wait_all_ready(
     children: Sequence[ChildProcess],
     deadline: float,
     on_message: Callable[[ChildProcess, ChildMessage], None] | None = None,
+    *,
+    stall_report_s: float = math.inf,
+    on_stall: Callable[[Sequence[ChildProcess]], None] | None = None,
 ) -> list[bytes]:
     """Wait until every child is ready; return their payloads in order.
 
     deadline: `time.monotonic()` instant. Raises StartupError for the first child that failed or ended, or, at the
     deadline, for all that are missing with the phase each is in; ConfigError when a child failed with one.
+    on_stall: told who is missing, once no child has said anything for `stall_report_s`, then each time after twice
+    as long, and at the deadline.
     """
+    stall = StallDetector(stall_report_s, time.monotonic())
     waiting = {child.lifeline_fd: child for child in children if child.ready is None}
     poller = select.poll()
     for fd in waiting:
         poller.register(fd, select.POLLIN)
     while waiting:
-        events = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not events:
+        wake_at = min(deadline, stall.next_report_at)
+        events = poller.poll(max(0.0, wake_at - time.monotonic()) * 1000)
+        now = time.monotonic()
+        if events:
+            stall.restart(now)
+        elif on_stall is not None and (stall.is_due(now) or now >= deadline):
+            on_stall(list(waiting.values()))
+        if not events and now >= deadline:
             missing = ", ".join(f"{child.role} (in {child.last_phase})" for child in waiting.values())
             raise StartupError(missing, detail="not ready before the deadline")
         for fd, _ in events:
@@ -267,11 +304,12 @@ def wait_all_ready(
 
 def _start(spec: ChildSpec) -> ChildProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-P", "-m", "phalanx.shm.child", str(theirs.fileno()), str(os.getpid())]
+    stack_pipe = StackPipe()
+    numbers = (theirs.fileno(), stack_pipe.write_fd, os.getpid())
     try:
         process = subprocess.Popen(
-            [*command, spec.role, spec.target],
-            pass_fds=(theirs.fileno(), *spec.pass_fds),
+            [sys.executable, "-P", "-m", "phalanx.shm.child", *map(str, numbers), spec.role, spec.target],
+            pass_fds=(theirs.fileno(), stack_pipe.write_fd, *spec.pass_fds),
             env={**os.environ, **spec.env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             stdin=subprocess.DEVNULL,
             # A group of its own: Ctrl-C in a terminal reaches the top process alone, which decides.
@@ -279,10 +317,12 @@ def _start(spec: ChildSpec) -> ChildProcess:
         )
     except OSError as error:
         ours.close()
+        stack_pipe.close()
         raise StartupError(spec.role, rank=spec.rank, detail=str(error)) from error
     finally:
         theirs.close()
-    child = ChildProcess(spec, process, ours)
+        stack_pipe.close_write_end()
+    child = ChildProcess(spec, process, ours, stack_pipe)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died already: its waiter will see
         ours.send(spec.args)
     return child

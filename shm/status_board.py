@@ -48,6 +48,7 @@ class Phase(StrEnum):
     SCHEDULING = "scheduling"
     WAITING = "waiting"
     STOPPING = "stopping"
+    HOOK = "hook"
 
     @classmethod
     def named(cls, name: str) -> "Phase":

@@ -1,8 +1,9 @@
 """The closed set of calls from an executor to its workers, and their answers. Torch-free.
 
-Called by: multiproc_executor.py encodes calls and decodes answers, worker_proc.py the other way round. Every
-rank runs every call. A step is answered by rank 0 alone, every other call by all ranks; any rank may answer any
-call with a `WorkerFailure` instead.
+Called by: multiproc_executor.py encodes calls and decodes answers, worker_loop.py the other way round. Every
+rank runs every call. A step is answered by rank 0 alone, every other call by all ranks. A call that fails on a
+rank is told by that rank as a `WorkerFailure`: a hook's takes the place of the answer, any other goes over the
+lifeline, for it ends the replica whether anybody waits or not.
 """
 
 import msgspec
@@ -23,11 +24,14 @@ class ExecuteModel(msgspec.Struct, frozen=True, tag="execute_model"):
     scheduler_output: SchedulerOutput
 
 
-class MemoryReport(msgspec.Struct, frozen=True, tag="memory_report"):
-    """Say how much host memory the rank uses. A hook: an error ends the call, not the replica."""
+class RunHook(msgspec.Struct, frozen=True, tag="run_hook"):
+    """Run the hook of that registered name. argument: msgpack of the hook's own type."""
+
+    name: str
+    argument: bytes
 
 
-Call = InitializeKVCache | ExecuteModel | MemoryReport
+Call = InitializeKVCache | ExecuteModel | RunHook
 
 
 class KVCacheInitialized(msgspec.Struct, frozen=True, tag="kv_cache_initialized"):
@@ -42,15 +46,13 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     output: ModelRunnerOutput
 
 
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True, tag="rank_memory"):
-    """Host memory of one rank, in bytes: now, and at most so far."""
+class HookDone(msgspec.Struct, frozen=True, tag="hook_done"):
+    """What a hook returned, as msgpack."""
 
-    tp_rank: int
-    resident_bytes: int
-    peak_resident_bytes: int
+    result: bytes
 
 
-Reply = KVCacheInitialized | StepDone | RankMemory
+Reply = KVCacheInitialized | StepDone | HookDone
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,21 +61,22 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     phase:     in which it was
     error:     one sentence: type and text of the exception
     failed_at: instant of time.monotonic(); the earliest of several is the cause of the others
-    is_fatal:  the replica can no longer be trusted; False for hooks
     """
 
     tp_rank: int
+    call_id: int
     phase: str
     error: str
     traceback: str
     failed_at: float
-    is_fatal: bool
 
 
 class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is started with. All descriptors are inherited under the same numbers.
 
     worker_class: "module:class", imported in the worker process only
+    hooks:        "module:function" of the hooks beyond the built-in ones, likewise
+    cpus:         cores that the process binds itself to before it imports anything large; None: all that it has
     request_*:    the ring that brings calls; this rank is its reader number `config.tp_rank`
     reply_*:      the ring that takes this rank's answers; doorbell_fd: eventfd to ring after each
     slot:         this rank's place on the status board
@@ -81,6 +84,8 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     config: WorkerConfig
     worker_class: str
+    hooks: tuple[str, ...]
+    cpus: tuple[int, ...] | None
     epoch: int
     request_fd: int
     request_bytes: int

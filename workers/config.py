@@ -112,14 +112,33 @@ class ExecutorConfig:
     step_timeout_s: float = 300.0
     """For the answer to one step."""
     call_timeout_s: float = 60.0
-    """For the answer to any other call."""
+    """For the answer to a hook, when the caller names no time."""
     stop_timeout_s: float = 5.0
     """For workers to leave by themselves, before they are killed."""
+    stall_report_s: float = 30.0
+    """A wait for the ranks that is longer is reported in the log, with the stack of who is behind; then each time
+    after twice as long."""
+    hooks: tuple[str, ...] = ()
+    """Functions ("module:function") that may be called on every rank by their name, with collective_rpc."""
+    bind_numa: bool = True
+    """On a host with several memory nodes, bind each rank to the cores of one: its GPU's, or its share of them."""
 
     def __post_init__(self) -> None:
+        names = [entry.partition(":")[2] for entry in self.hooks]
+        for entry, name in zip(self.hooks, names, strict=True):
+            if not entry.partition(":")[0] or not name.isidentifier():
+                raise ConfigError("executor.hooks", f"must be of the form module:function, not {entry!r}")
+            if names.count(name) > 1:
+                raise ConfigError("executor.hooks", f"there are two hooks of the name {name}")
         for name in ("request_ring_bytes", "reply_ring_bytes"):
             if getattr(self, name) < 1 << 16:
                 raise ConfigError(f"executor.{name}", "must be at least 64 KiB")
-        for name in ("start_timeout_s", "step_timeout_s", "call_timeout_s", "stop_timeout_s"):
+        for name in (
+            "start_timeout_s",
+            "step_timeout_s",
+            "call_timeout_s",
+            "stop_timeout_s",
+            "stall_report_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"executor.{name}", "must be positive")

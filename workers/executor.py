@@ -9,24 +9,37 @@ executor has closed itself when such an error reaches the caller.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..shm.errors import ProcessError
 from ..shm.status_board import RankStatus, StatusBoard
 from .config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
+from .hooks import HookOutcome
 from .messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
 from .multiproc_executor import MultiprocExecutor
 from .worker_config import WorkerConfig
+
+T = TypeVar("T")
 
 
 class PendingStep(Protocol):
     """A step that was submitted."""
 
-    def result(self) -> ModelRunnerOutput:
+    @property
+    def is_done(self) -> bool:
+        """True when `result` returns at once. Never blocks. Raises ProcessError."""
+        ...
+
+    def result(self, timeout_s: float | None = None) -> ModelRunnerOutput:
         """Wait for the step's outcome; again returns the same.
 
-        Blocks at most the step timeout, counted from the submission. Raises ProcessError.
+        Blocks at most `timeout_s` (QueueTimeoutError: the step goes on), and at most the step timeout, counted from
+        the submission or from the end of the step before (ProcessHungError). Raises ProcessError, CallCancelledError.
         """
+        ...
+
+    def cancel(self) -> None:
+        """Give up the outcome, never the step: all ranks compute it, and the answer is dropped."""
         ...
 
 
@@ -46,6 +59,22 @@ class Executor(Protocol):
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """Begin one step and return at once; steps run in the order of submission. Raises ProcessError."""
+        ...
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run the hook of that registered name on all ranks, behind the steps under way (see hooks.py).
+
+        Returns what came of it on each rank, by tp_rank; an error on one does not end the replica. timeout_s: None:
+        the call timeout. Raises ValueError for an unknown name, TypeError for an argument that msgpack cannot carry,
+        ProcessError.
+        """
         ...
 
     @property
@@ -104,7 +133,7 @@ def create_executor(
 
     in_process: compute in this process (one rank only); imports torch here
     on_phase:   called with (tp_rank, phase) while the ranks start, from the thread that calls `start()`
-    on_failure: called once, from a thread of the executor, when a rank dies
+    on_failure: called once, from a thread of the executor, when a rank dies or a step fails on one
     The rest: see MultiprocExecutor.
     """
     worker_configs = make_worker_configs(
@@ -119,7 +148,7 @@ def create_executor(
         # Imports torch, which costs seconds and memory that an engine core does not have to pay.
         from .uniproc_executor import UniprocExecutor
 
-        return UniprocExecutor(worker_configs[0], on_phase=on_phase)
+        return UniprocExecutor(worker_configs[0], hooks=executor.hooks, on_phase=on_phase)
     return MultiprocExecutor(
         worker_configs,
         config=executor,

@@ -6,18 +6,21 @@ Invariants: every wait has a deadline; after the first failure nothing is sent a
 
 When a worker dies, or a step fails on any rank: whoever waits is woken at once, all workers are killed (nobody
 waits for a collective that will not come), and the caller gets the ProcessError that names the first cause. While
-nobody waits, `on_failure` tells of a death. When this process dies: the workers are killed by the kernel.
+nobody waits, `on_failure` tells of it. A wait that takes long is reported in the log, with the stack of the rank
+that is behind. When this process dies: the workers are killed by the kernel.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from ..shm.codec import FrameKind
 from ..shm.errors import (
+    CallCancelledError,
     ConfigError,
     ProcessError,
     ProcessHungError,
@@ -26,34 +29,36 @@ from ..shm.errors import (
     QueueEmptyError,
     QueueTimeoutError,
     StartupError,
-    WorkerCallError,
 )
 from ..shm.ring_buffer import MAX_READERS
+from ..shm.stack_dump import is_stopped
+from ..shm.stall import StallDetector
 from ..shm.status_board import Phase, RankStatus, StatusBoard
 from .calls import (
     Call,
     ExecuteModel,
     InitializeKVCache,
     KVCacheInitialized,
-    MemoryReport,
-    RankMemory,
     Reply,
+    RunHook,
     StepDone,
+    WorkerFailure,
 )
 from .config import ExecutorConfig
+from .hooks import HookOutcome, check_hook_name, encode_argument, hook_outcome
 from .messages import ExecutorReport, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .reply_ledger import PendingCall, ReplyLedger
+from .stall import describe_child, describe_ranks, describe_status, find_culprit
 from .transformer_config import read_transformer_config
 from .worker_config import WorkerConfig
 from .worker_group import WorkerGroup, start_workers
-from .worker_proc import OUTPUT_RANK
+from .worker_loop import OUTPUT_RANK
 
 DEFAULT_WORKER_CLASS = "phalanx.workers.worker:Worker"
 
-_FIRST_CAUSE_WAIT_S = 0.1
-"""After an error of one rank: for the death of another, which may have caused it, to be seen."""
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class MultiprocStep:
@@ -68,11 +73,19 @@ class MultiprocStep:
         """True when `result` returns at once. Takes in what has come; never blocks. Raises ProcessError."""
         return self._executor.is_answered(self._call)
 
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the outcome; again returns the same. Raises ProcessError: the executor has closed itself then."""
-        reply = self._executor.wait_call(self._call)[OUTPUT_RANK]
+    def result(self, timeout_s: float | None = None) -> ModelRunnerOutput:
+        """Wait for the outcome; again returns the same.
+
+        timeout_s: for this wait. QueueTimeoutError when it passes: the step goes on, and may be asked for again
+        Raises ProcessError, and the executor has closed itself then; CallCancelledError after `cancel`.
+        """
+        reply = self._executor.wait_call(self._call, timeout_s)[OUTPUT_RANK]
         assert isinstance(reply, StepDone)
         return reply.output
+
+    def cancel(self) -> None:
+        """Give up the outcome, not the step: all ranks compute it. No effect on one that is done."""
+        self._executor.cancel(self._call)
 
 
 class MultiprocExecutor:
@@ -84,7 +97,8 @@ class MultiprocExecutor:
     worker_class:   "module:class" that takes (WorkerConfig, on_phase)
     board:          where the ranks say what they do, from slot `first_slot` on; None: a board of its own
     on_phase:       called with (tp_rank, phase) while the ranks start, from the thread that calls `start()`
-    on_failure:     called once, from a thread of the executor, when a rank dies; must not block, nor call back
+    on_failure:     called once, from a thread of the executor, when a rank dies or a step fails on one, whether
+                    anybody waits or not; must not block, nor call back
     """
 
     def __init__(
@@ -119,6 +133,8 @@ class MultiprocExecutor:
         self._failure: ProcessError | None = None
         self._close_reason: str | None = None
         self._last_call_id = 0
+        self._answered_at = 0.0
+        self._stall = StallDetector(config.stall_report_s, 0.0)
 
     @property
     def failure(self) -> ProcessError | None:
@@ -165,7 +181,7 @@ class MultiprocExecutor:
             first_slot=self._first_slot,
             deadline_at=deadline_at,
             on_phase=self._on_phase,
-            on_death=self._on_failure,
+            on_failure=self._on_failure,
         )
         max_model_len = self._worker_configs[0].model.max_model_len or model.max_position_embeddings
         cache = self._worker_configs[0].cache
@@ -191,23 +207,45 @@ class MultiprocExecutor:
         return self.submit_model(scheduler_output).result()
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> MultiprocStep:
-        """Send one step to all ranks, and return before it is computed.
+        """Send one step to all ranks, and return before it is computed. Several may be under way.
 
         Blocks only while the ring is full, at most `step_timeout_s`. Raises ProcessError (closed itself then);
         MessageTooLargeError, and nothing was sent.
         """
-        deadline_at = time.monotonic() + self._config.step_timeout_s
-        return MultiprocStep(self, self._call(ExecuteModel(scheduler_output), {OUTPUT_RANK}, deadline_at))
+        budget_s = self._config.step_timeout_s
+        deadline_at = time.monotonic() + budget_s
+        return MultiprocStep(
+            self, self._call(ExecuteModel(scheduler_output), {OUTPUT_RANK}, deadline_at, budget_s=budget_s)
+        )
 
-    def memory_report(self) -> list[RankMemory]:
-        """Ask every rank how much memory it uses, by tp_rank.
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run a hook on all ranks, behind the steps under way; return what came of it, by tp_rank.
 
-        Blocks behind the steps under way, at most `call_timeout_s`. Raises WorkerCallError when the call failed on a
-        rank (the replica goes on), else as `submit_model`.
+        result_type: what each result is decoded to; None: plain lists, dicts, numbers and text
+        timeout_s:   None: `call_timeout_s`. Ranks without an answer by then have that as their error; it does not end
+                     the replica, though a rank that hangs in a hook will not come to its next step
+        Raises ValueError for an unknown name, TypeError for an argument that msgpack cannot carry; else as
+        `submit_model`.
         """
-        call = self._call(MemoryReport(), set(self._ranks), time.monotonic() + self._config.call_timeout_s)
-        replies = self.wait_call(call)
-        return [reply for _, reply in sorted(replies.items()) if isinstance(reply, RankMemory)]
+        check_hook_name(name, self._config.hooks)
+        call = RunHook(name, encode_argument(argument))
+        timeout_s = self._config.call_timeout_s if timeout_s is None else timeout_s
+        pending = self._call(call, set(self._ranks), time.monotonic() + timeout_s, budget_s=math.inf)
+        try:
+            self.wait_call(pending, timeout_s)
+        except QueueTimeoutError:
+            self.cancel(pending)
+        return [
+            hook_outcome(rank, pending.answers.get(rank), timeout_s, result_type)
+            for rank in sorted(self._ranks)
+        ]
 
     def check(self) -> None:
         """Take in what has come; never blocks. Raises the ProcessError that has ended the replica, if one has."""
@@ -219,19 +257,30 @@ class MultiprocExecutor:
             self.check()
         return call.is_done
 
-    def wait_call(self, call: PendingCall) -> dict[int, Reply]:
-        """Wait for the answers to `call`, by tp_rank. For steps under way."""
+    def wait_call(
+        self, call: PendingCall, timeout_s: float | None = None
+    ) -> Mapping[int, Reply | WorkerFailure]:
+        """Wait for the answers to `call`, by tp_rank. For steps under way; as `MultiprocStep.result`."""
+        until_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_answered(call):
             group = self._live()
-            remaining_s = call.deadline_at - time.monotonic()
-            if remaining_s <= 0:
-                raise self._fail(self._hung(group, call.awaited, call.call_id))
-            group.wait_bell(remaining_s)
-        if call.failure is not None:
-            raise WorkerCallError(
-                self._role(call.failure.tp_rank), rank=call.failure.tp_rank, detail=call.failure.traceback
-            )
-        return call.replies
+            now = time.monotonic()
+            deadline_at = max(call.deadline_at, self._answered_at + call.budget_s)
+            if now >= deadline_at:
+                raise self._hung(group, call.awaited, call.call_id)
+            if now >= until_at:
+                ranks = ", ".join(self._role(rank) for rank in sorted(call.awaited))
+                raise QueueTimeoutError(f"call {call.call_id} has no answer from {ranks} after {timeout_s} s")
+            if self._stall.is_due(now):
+                self._report_stall(group, call.awaited, call.call_id)
+            group.wait_bell(min(deadline_at, until_at, self._stall.next_report_at) - now)
+        if call.is_cancelled:
+            raise CallCancelledError(f"call {call.call_id} was given up")
+        return call.answers
+
+    def cancel(self, call: PendingCall) -> None:
+        """Give up the answers to `call`: they are dropped when they come. For steps under way."""
+        self._ledger.cancel(call)
 
     def close(self, *, reason: str) -> None:
         """End all ranks and free everything.
@@ -263,22 +312,32 @@ class MultiprocExecutor:
             complete.append(msgspec.structs.replace(report, phases=phases))
         return complete
 
-    def _call(self, call: Call, ranks: set[int], deadline_at: float) -> PendingCall:
-        """Send `call` to all ranks, and await the answers of `ranks`."""
+    def _call(self, call: Call, ranks: set[int], deadline_at: float, *, budget_s: float = 0.0) -> PendingCall:
+        """Send `call` to all ranks, and await the answers of `ranks`. budget_s: as in PendingCall."""
         group = self._live()
         call_id = self._last_call_id + 1
-        try:
-            group.sender.send(FrameKind.REQUEST, call_id, call, deadline_at=deadline_at)
-        except QueueTimeoutError:
-            slowest = {group.sender.ring.slowest_reader()}
-            raise self._fail(self._hung(group, slowest, call_id)) from None
-        except QueueClosedError as error:
-            # A worker closes its end only when it leaves, so its death is at hand.
-            failure = group.watch.wait_failure(1.0)
-            raise self._fail(failure or ProcessError(self._role_prefix, detail=str(error))) from None
+        if not self._ledger.num_pending:
+            self._stall.restart(time.monotonic())
+        while True:
+            try:
+                until_at = min(deadline_at, self._stall.next_report_at)
+                group.sender.send(FrameKind.REQUEST, call_id, call, deadline_at=until_at)
+                break
+            except QueueTimeoutError:
+                self._take_replies(group)
+                now = time.monotonic()
+                slowest = {group.sender.ring.slowest_reader()}
+                if now >= deadline_at:
+                    raise self._hung(group, slowest, call_id) from None
+                if self._stall.is_due(now):
+                    self._report_stall(group, slowest, call_id)
+            except QueueClosedError as error:
+                # A worker closes its end only when it leaves, so its death is at hand.
+                failure = group.watch.wait_failure(1.0)
+                raise self._fail(failure or ProcessError(self._role_prefix, detail=str(error))) from None
         # Counted only now: a call that was not sent must not leave a gap in the sequence.
         self._last_call_id = call_id
-        return self._ledger.expect(call_id, ranks, deadline_at)
+        return self._ledger.expect(call_id, ranks, deadline_at, budget_s=budget_s)
 
     def _live(self) -> WorkerGroup:
         if self._failure is not None:
@@ -290,29 +349,23 @@ class MultiprocExecutor:
     def _take_replies(self, group: WorkerGroup) -> None:
         """Take in all answers that have come. Raises what ends the replica."""
         # Read before the rings: what a dead rank answered last is then surely seen below.
-        death = group.watch.failure
+        failure = group.watch.failure
+        has_moved = False
         for rank, receiver in enumerate(group.receivers):
             try:
                 while True:
                     with receiver.receive() as frame:
                         self._ledger.accept(frame.header, frame.message)
+                    has_moved = True
             except (QueueEmptyError, QueueClosedError):
                 continue
             except ProtocolError as error:
                 raise self._fail(ProcessError(self._role(rank), rank=rank, detail=str(error))) from error
-        if death is not None:
-            raise self._fail(death)
-        if self._ledger.fatal:
-            raise self._fail(group.watch.wait_failure(_FIRST_CAUSE_WAIT_S) or self._first_error())
-
-    def _first_error(self) -> ProcessError:
-        """Return the earliest failure of a rank: those of its peers may follow from it."""
-        first = min(self._ledger.fatal, key=lambda failure: failure.failed_at)
-        return WorkerCallError(
-            self._role(first.tp_rank),
-            rank=first.tp_rank,
-            detail=f"{first.error} (in {first.phase})\n{first.traceback}",
-        )
+        if has_moved:
+            self._answered_at = time.monotonic()
+            self._stall.restart(self._answered_at)
+        if failure is not None:
+            raise self._fail(failure)
 
     def _fail(self, failure: ProcessError) -> ProcessError:
         """Remember the failure, kill all workers, return the failure to raise."""
@@ -320,44 +373,21 @@ class MultiprocExecutor:
         self._close(str(failure), grace_s=0.0)
         return failure
 
-    def _hung(self, group: WorkerGroup, awaited: set[int], call_id: int) -> ProcessHungError:
-        """Say which rank is behind: in the oldest call, not waiting for peers, in the phase that began first."""
+    def _hung(self, group: WorkerGroup, awaited: set[int], call_id: int) -> ProcessError:
+        """Report the rank that is behind, and end the replica for it."""
+        culprit, sentence = self._report_stall(group, awaited, call_id)
+        return self._fail(ProcessHungError(self._role(culprit), rank=culprit, detail=sentence))
+
+    def _report_stall(self, group: WorkerGroup, awaited: set[int], call_id: int) -> tuple[int, str]:
+        """Log which rank holds up a call, and where its threads stand. Returns the rank, and what all do."""
         statuses = dict(enumerate(self.phases))
-        busy = {rank for rank, status in statuses.items() if status.phase is not Phase.IDLE}
-        behind = {rank for rank, status in statuses.items() if status.call_id < call_id}
-        suspects = busy | behind or awaited
-        culprit = min(
-            suspects,
-            key=lambda rank: (
-                statuses[rank].call_id,
-                statuses[rank].phase is Phase.COLLECTIVE,
-                statuses[rank].since_at,
-            ),
-        )
-        others = "; ".join(
-            f"tp{rank} {_describe(status)}" for rank, status in statuses.items() if rank != culprit
-        )
-        detail = f"call {call_id} has no answer: {_describe(statuses[culprit])}"
-        if _is_stopped(group.children[culprit].pid):
-            detail += ", stopped by a signal"
-        if others:
-            detail += f" (the others: {others})"
-        return ProcessHungError(self._role(culprit), rank=culprit, detail=detail)
+        culprit = find_culprit(statuses, awaited, call_id)
+        child = group.children[culprit]
+        now = time.monotonic()
+        doing = describe_status(statuses[culprit], now)
+        sentence = describe_ranks(statuses, culprit, call_id, now, is_stopped=is_stopped(child.pid))
+        log.warning("%s\n%s", sentence, describe_child(child, doing))
+        return culprit, sentence
 
     def _role(self, tp_rank: int) -> str:
         return f"{self._role_prefix} tp{tp_rank}"
-
-
-def _describe(status: RankStatus) -> str:
-    return f"{status.phase} of call {status.call_id} for {time.monotonic() - status.since_at:.1f} s"
-
-
-def _is_stopped(pid: int) -> bool:
-    """True when the process stands still by SIGSTOP or a debugger."""
-    try:
-        after_name = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        )
-    except OSError:
-        return False
-    return after_name.split()[0] in ("T", "t")

@@ -5,17 +5,24 @@ Implements the Executor protocol; a step runs when it is submitted, so nothing i
 """
 
 import logging
+import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..shm.errors import ConfigError
 from ..shm.status_board import Phase, RankStatus
+from .calls import HookDone
+from .hooks import HookOutcome, HookRegistry, check_hook_name, encode_argument, hook_outcome
 from .messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
 from .worker import Worker
 from .worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +30,33 @@ class FinishedStep:
     """A step whose outcome is there already."""
 
     output: ModelRunnerOutput
+    is_done: bool = True
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self, timeout_s: float | None = None) -> ModelRunnerOutput:
+        """Return the outcome; never blocks."""
         return self.output
+
+    def cancel(self) -> None:
+        """Nothing: the step is done."""
 
 
 class UniprocExecutor:
     """See the module. One thread. Raises ConfigError (parallel.tensor_parallel_size) for several ranks."""
 
-    def __init__(self, config: WorkerConfig, *, on_phase: Callable[[int, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        hooks: Sequence[str] = (),
+        on_phase: Callable[[int, str], None] | None = None,
+    ) -> None:
         if config.parallel.tensor_parallel_size != 1:
             raise ConfigError(
                 "parallel.tensor_parallel_size", "must be 1 when the model runs in this process"
             )
         self._config = config
+        self._hook_names = hooks
+        self._hooks = HookRegistry()
         self._on_start_phase = on_phase
         self._status = RankStatus(phase=Phase.NOT_STARTED, since_at=0.0, call_id=0, step=0)
         self._call_id = 0
@@ -45,6 +65,7 @@ class UniprocExecutor:
 
     def start(self) -> ExecutorReport:
         """Load the model and make the KV cache. Raises ConfigError, WorkerError; nothing is left then."""
+        self._hooks = HookRegistry(self._hook_names)
         worker = Worker(self._config, self._enter)
         try:
             report = worker.start()
@@ -79,6 +100,27 @@ class UniprocExecutor:
     def submit_model(self, scheduler_output: SchedulerOutput) -> FinishedStep:
         """Compute one step now, and hand its outcome over as if it had been awaited."""
         return FinishedStep(self.execute_model(scheduler_output))
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run a hook in this process; see Executor. It blocks as long as it takes."""
+        assert self._worker is not None, "the executor is not running"
+        check_hook_name(name, self._hook_names)
+        encoded = encode_argument(argument)
+        self._call_id += 1
+        # The border of a call: whatever goes wrong in a hook ends the call only.
+        try:
+            answer = HookDone(self._hooks.run(self._worker, name, encoded))
+        except Exception as error:
+            sentence = f"{type(error).__name__}: {error}"
+            return [HookOutcome(tp_rank=0, error=sentence, traceback=traceback.format_exc())]
+        return [hook_outcome(0, answer, math.inf, result_type)]
 
     @property
     def phases(self) -> Sequence[RankStatus]:

@@ -18,6 +18,7 @@ from .errors import DeviceMemoryError
 from .input_batch import InputBatch
 from .layers.attention import ATTENTION_BACKEND
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
+from .memory_report import DeviceMemory, ModelMemory
 from .messages import ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .model_runner import ModelRunner
 from .models.causal_lm import CausalLM
@@ -43,6 +44,8 @@ class Worker:
         self._group: TensorParallelGroup | None = None
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._weight_bytes = 0
+        self._num_blocks = 0
 
     def start(self) -> RankReport:
         """Open the device, meet the peers, load the weights and find how many KV blocks fit.
@@ -73,6 +76,7 @@ class Worker:
                 rendezvous=config.rendezvous,
                 device=info.device,
                 share_device=parallel.share_device,
+                arena_fd=config.arena_fd,
             )
         with self._phase("weights"):
             # Built without memory first, so that no parameter is ever allocated or initialised twice.
@@ -87,7 +91,7 @@ class Worker:
                     f"the weights do not fit on {info.device}; raise parallel.tensor_parallel_size"
                 ) from error
             model.place_tables(info.device)
-            weight_bytes = load_weights(model, config.model.path, config.model.load_format)
+            self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
             self._model = model
         with self._phase("profile"):
             self._shape = kv_cache_shape(
@@ -101,12 +105,17 @@ class Worker:
             device_name=info.name,
             dtype=str(self._dtype).removeprefix("torch."),
             attention_backend=ATTENTION_BACKEND,
-            weight_bytes=weight_bytes,
+            weight_bytes=self._weight_bytes,
             kv_bytes_per_block=self._shape.bytes_per_block,
             num_kv_blocks=num_kv_blocks,
             num_threads=info.num_threads,
             phases=list(self._phases),
         )
+
+    @property
+    def tp_rank(self) -> int:
+        """Which rank this is."""
+        return self._config.tp_rank
 
     @property
     def max_model_len(self) -> int:
@@ -138,12 +147,30 @@ class Worker:
                 device=self._device,
                 on_phase=self._on_phase,
             )
+            self._num_blocks = num_blocks
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. Any error leaves the KV cache and the peers in doubt: the replica must end."""
         assert self._runner is not None, "initialize_kv_cache() comes first"
         with torch.inference_mode():
             return self._runner.execute_model(scheduler_output)
+
+    def model_memory(self) -> ModelMemory:
+        """Say what this rank holds of the model, and what its GPU has left. After `start`."""
+        device = None
+        if self._device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+            device = DeviceMemory(
+                allocated_bytes=torch.cuda.memory_allocated(self._device),
+                reserved_bytes=torch.cuda.memory_reserved(self._device),
+                free_bytes=free_bytes,
+                total_bytes=total_bytes,
+            )
+        return ModelMemory(
+            weight_bytes=self._weight_bytes,
+            kv_cache_bytes=self._num_blocks * self._shape.bytes_per_block,
+            device=device,
+        )
 
     def close(self) -> None:
         """Leave the group and free model and cache. Idempotent; waits for no peer."""

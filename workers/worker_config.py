@@ -16,6 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_index: which GPU of the host; ignored on CPU
     rendezvous:   path of the file in which the ranks of this replica find each other, usually an inherited
                   descriptor ("/proc/self/fd/7"). None only when there is one rank
+    arena_fd:     inherited descriptor of the shared memory in which ranks on CPU exchange; None: they use gloo
     """
 
     model: ModelConfig
@@ -26,3 +27,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int
     device_index: int
     rendezvous: str | None
+    arena_fd: int | None = None

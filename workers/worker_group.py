@@ -3,7 +3,7 @@
 Called by: MultiprocExecutor, one thread. `start_workers` makes everything or, when anything fails, leaves nothing.
 All ranks are spawned before any is awaited: they meet each other while they start.
 
-When a worker dies: `watch.failure` is set, the doorbell rings, and waits on the rings end.
+When a worker dies, or fails in a step: `watch.failure` is set, the doorbell rings, and waits on the rings end.
 """
 
 import contextlib
@@ -13,11 +13,13 @@ import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import msgspec
 
 from ..shm.channel import EXECUTOR_RANK, Receiver, Sender
 from ..shm.codec import FrameKind
+from ..shm.collective_arena import SLOT_BYTES, arena_bytes, create_arena
 from ..shm.errors import ProcessError
 from ..shm.process import ChildMessage, ChildProcess, ChildSpec, Progress, Spawner, wait_all_ready
 from ..shm.ring_buffer import RingReader, RingWriter, create_ring, ring_bytes
@@ -25,8 +27,10 @@ from ..shm.segment import PlannedSegment
 from ..shm.status_board import StatusBoard
 from .calls import Reply, WorkerArgs, WorkerFailure
 from .config import DeviceType, ExecutorConfig, ParallelConfig
-from .death_watch import DeathWatch
 from .messages import RankReport
+from .numa import bind_cpu_rank, bind_gpu_rank, read_gpu_nodes, read_numa_nodes
+from .rank_watch import RankWatch
+from .stall import describe_child
 from .worker_config import WorkerConfig
 
 _WORKER_TARGET = "phalanx.workers.worker_proc:main"
@@ -50,7 +54,7 @@ class WorkerGroup:
         receivers: Sequence[Receiver[Reply | WorkerFailure]],
         board: StatusBoard,
         first_slot: int,
-        watch: DeathWatch,
+        watch: RankWatch,
         doorbell_fd: int,
         resources: ExitStack,
     ) -> None:
@@ -106,7 +110,8 @@ def planned_segments(
         )
         for tp_rank in range(size)
     ]
-    return [requests, *replies]
+    arenas = [PlannedSegment(name=f"{role_prefix} collectives", num_bytes=arena_bytes(size, SLOT_BYTES))]
+    return [requests, *replies, *(arenas if _needs_arena(parallel) else [])]
 
 
 def start_workers(
@@ -120,7 +125,7 @@ def start_workers(
     first_slot: int,
     deadline_at: float,
     on_phase: Callable[[int, str], None] | None,
-    on_death: Callable[[ProcessError], None] | None,
+    on_failure: Callable[[ProcessError], None] | None,
 ) -> tuple[WorkerGroup, list[RankReport]]:
     """Start all ranks and wait until they have loaded the model.
 
@@ -140,15 +145,15 @@ def start_workers(
 
         def ring_and_tell(failure: ProcessError) -> None:
             os.eventfd_write(doorbell_fd, 1)
-            if on_death is not None:
-                on_death(failure)
+            if on_failure is not None:
+                on_failure(failure)
 
         def last_phase(child: ChildProcess) -> str:
             assert child.rank is not None
             status = board.read(first_slot + child.rank)
             return f"{status.phase} of call {status.call_id}"
 
-        watch = DeathWatch(ring_and_tell, last_phase)
+        watch = RankWatch(ring_and_tell, last_phase)
         resources.callback(watch.stop)
         request_segment = create_ring(
             f"{role_prefix}-requests", capacity=config.request_ring_bytes, num_readers=num_ranks
@@ -170,15 +175,30 @@ def start_workers(
 
         children: list[ChildProcess] = []
         resources.callback(_end_all, children)
+        arena_fd: int | None = None
+        if _needs_arena(worker_configs[0].parallel):
+            arena = create_arena(f"{role_prefix}-collectives", num_ranks=num_ranks, slot_bytes=SLOT_BYTES)
+            resources.callback(arena.close)
+            arena_fd = arena.fd
+        parallel = worker_configs[0].parallel
+        num_threads = _num_threads(parallel)
+        bindings = _bind_ranks(worker_configs, config, first_rank=first_slot, num_ranks=board.num_slots)
         with _rendezvous(num_ranks) as rendezvous_fd:
             for rank, worker_config in enumerate(worker_configs):
+                worker_config = msgspec.structs.replace(
+                    # Counted here, for all cores: a worker that is bound to some sees only those.
+                    worker_config,
+                    parallel=replace(parallel, num_threads=num_threads),
+                )
                 if rendezvous_fd is not None:
                     worker_config = msgspec.structs.replace(
-                        worker_config, rendezvous=f"/proc/self/fd/{rendezvous_fd}"
+                        worker_config, rendezvous=f"/proc/self/fd/{rendezvous_fd}", arena_fd=arena_fd
                     )
                 args = WorkerArgs(
                     config=worker_config,
                     worker_class=worker_class,
+                    hooks=config.hooks,
+                    cpus=bindings[rank],
                     epoch=epoch,
                     request_fd=request_segment.fd,
                     request_bytes=request_segment.size,
@@ -189,14 +209,14 @@ def start_workers(
                     num_slots=board.num_slots,
                     slot=first_slot + rank,
                 )
-                fds = (args.request_fd, args.reply_fd, doorbell_fd, board.fd, rendezvous_fd)
+                fds = (args.request_fd, args.reply_fd, doorbell_fd, board.fd, rendezvous_fd, arena_fd)
                 spec = ChildSpec(
                     role=f"{role_prefix} tp{rank}",
                     target=_WORKER_TARGET,
                     args=msgspec.msgpack.encode(args),
                     rank=rank,
                     pass_fds=tuple(fd for fd in fds if fd is not None),
-                    env=_thread_environment(worker_config.parallel),
+                    env=_environment(num_threads),
                 )
                 children.append(spawner.spawn(spec))
 
@@ -204,7 +224,19 @@ def start_workers(
                 if on_phase is not None and isinstance(message, Progress) and child.rank is not None:
                     on_phase(child.rank, message.phase)
 
-            payloads = wait_all_ready(children, deadline_at, tell_progress)
+            def tell_stall(missing: Sequence[ChildProcess]) -> None:
+                reports = [describe_child(child, f"in {child.last_phase}") for child in missing]
+                log.warning(
+                    "the start waits for %d of %d ranks\n%s", len(missing), num_ranks, "\n".join(reports)
+                )
+
+            payloads = wait_all_ready(
+                children,
+                deadline_at,
+                tell_progress,
+                stall_report_s=config.stall_report_s,
+                on_stall=tell_stall,
+            )
         reports = [msgspec.msgpack.decode(payload, type=RankReport) for payload in payloads]
         watch.start(role_prefix, children)
         group = WorkerGroup(
@@ -233,6 +265,11 @@ def _rendezvous(num_ranks: int) -> Iterator[int | None]:
         os.close(fd)
 
 
+def _needs_arena(parallel: ParallelConfig) -> bool:
+    """True for ranks that may compute on CPU: they exchange through shared memory."""
+    return parallel.tensor_parallel_size > 1 and parallel.device is not DeviceType.CUDA
+
+
 def _end_all(children: Sequence[ChildProcess]) -> None:
     """Kill who still lives, and reap all. Those that gave up their lives already are not touched."""
     for child in children:
@@ -247,16 +284,41 @@ def _end_all(children: Sequence[ChildProcess]) -> None:
         log.error("%s", problem)
 
 
-def _thread_environment(parallel: ParallelConfig) -> dict[str, str]:
-    """Return the variables that torch reads at import; each rank would else take all cores of the host."""
-    num_threads = parallel.num_threads
-    if num_threads is None:
-        cores = len(os.sched_getaffinity(0))
-        is_cuda = parallel.device is DeviceType.CUDA
-        num_threads = 1 if is_cuda else max(1, cores // parallel.tensor_parallel_size)
+def _num_threads(parallel: ParallelConfig) -> int:
+    """Return the compute threads of each rank; one would else take all cores of the host."""
+    if parallel.num_threads is not None:
+        return parallel.num_threads
+    cores = len(os.sched_getaffinity(0))
+    return 1 if parallel.device is DeviceType.CUDA else max(1, cores // parallel.tensor_parallel_size)
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    """Return the variables that torch reads at import."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # The ranks of a replica are on one host; gloo would else look up the host's name.
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def _bind_ranks(
+    worker_configs: Sequence[WorkerConfig], config: ExecutorConfig, *, first_rank: int, num_ranks: int
+) -> list[tuple[int, ...] | None]:
+    """Return the cores of each rank of this replica; None for one that is not bound.
+
+    first_rank, num_ranks: place of the replica among all ranks of the host; on the status board each has a slot
+    """
+    nodes = read_numa_nodes()
+    if not config.bind_numa or len(nodes) < 2:
+        return [None] * len(worker_configs)
+    allowed = os.sched_getaffinity(0)
+    bindings = []
+    for rank, worker_config in enumerate(worker_configs):
+        if worker_config.parallel.device is DeviceType.CPU:
+            cpus = bind_cpu_rank(nodes, allowed, rank=first_rank + rank, num_ranks=num_ranks)
+        else:
+            gpu_nodes = read_gpu_nodes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            cpus = bind_gpu_rank(nodes, allowed, gpu_nodes, device_index=worker_config.device_index)
+        bindings.append(None if cpus is None else tuple(sorted(cpus)))
+    return bindings

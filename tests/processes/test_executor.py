@@ -25,12 +25,12 @@ from phalanx.shm.errors import (
 )
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.status_board import Phase, StatusBoard
-from phalanx.workers.calls import MemoryReport
+from phalanx.workers.calls import InitializeKVCache
 from phalanx.workers.config import CacheConfig, ExecutorConfig, ParallelConfig
 from phalanx.workers.multiproc_executor import MultiprocExecutor
 from phalanx.workers.worker_group import planned_segments
 from support.children import is_gone, wait_until
-from support.echo_worker import ECHO_WORKER, KV_CACHE, START, Fault, echo_configs, echo_step
+from support.echo_worker import ECHO_WORKER, KV_CACHE, START, START_PHASES, Fault, echo_configs, echo_step
 
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 SMALL = ExecutorConfig(
@@ -85,7 +85,11 @@ def test_steps_are_computed_and_everything_is_gone_after_the_close(
     assert (report.block_size, report.max_model_len, report.vocab_size) == (16, 64, 100)
     assert [rank.tp_rank for rank in report.ranks] == list(range(num_ranks))
     assert [rank.pid for rank in report.ranks] == pids
-    assert [phase.name for phase in report.ranks[0].phases] == ["import", "device", "weights", "KV cache"]
+    assert [phase.name for phase in report.ranks[0].phases] == [
+        "import",
+        *START_PHASES,
+        "KV cache",
+    ]
     for step in range(1, 20):
         output = executor.execute_model(echo_step(step, num_requests=3))
         assert output.step == step
@@ -114,15 +118,6 @@ def test_the_number_of_blocks_can_be_set(tmp_path: Path) -> None:
 
     assert executor.start().num_kv_blocks == 7
     executor.close(reason="test")
-
-
-def test_every_rank_reports_its_memory(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
-    executor.start()
-
-    reports = executor.memory_report()
-    assert [report.tp_rank for report in reports] == [0, 1]
-    assert all(0 < report.resident_bytes for report in reports)
 
 
 def test_phases_of_the_start_are_told_and_the_board_says_what_ranks_do(tmp_path: Path) -> None:
@@ -336,22 +331,12 @@ def test_a_call_that_must_not_come_ends_the_worker(make_executor: MakeExecutor) 
     executor.start()
     group = executor._group
     assert group is not None
-    group.sender.send(FrameKind.REQUEST, 77, MemoryReport())
+    group.sender.send(FrameKind.REQUEST, 77, InitializeKVCache(1))
 
     assert group.watch.wait_failure(5.0) is not None
     with pytest.raises(ProcessDiedError, match="call 77 came when call 2 was due") as caught:
         executor.check()
     assert caught.value.exitcode == ExitCode.PROTOCOL
-
-
-def test_an_answer_to_a_step_that_was_given_up_is_never_taken(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
-    executor.start()
-    given_up = executor.submit_model(echo_step(1))
-    executor._ledger.forget(given_up._call)
-
-    assert executor.execute_model(echo_step(2)).step == 2
-    assert executor.num_dropped_replies == 1
 
 
 def test_a_death_counts_before_the_errors_of_its_peers(make_executor: MakeExecutor) -> None:

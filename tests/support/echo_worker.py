@@ -13,14 +13,17 @@ from pathlib import Path
 
 from phalanx.workers.config import CacheConfig, ModelConfig, ParallelConfig
 from phalanx.workers.executor import make_worker_configs
+from phalanx.workers.memory_report import ModelMemory
 from phalanx.workers.messages import ModelRunnerOutput, RankReport, SchedulerOutput
 from phalanx.workers.worker_config import WorkerConfig
+from support.children import wait_until
 
 ECHO_WORKER = "support.echo_worker:EchoWorker"
 VOCAB_SIZE = 100
-START = 0
-"""Step number of a fault in `start()`; KV_CACHE: in `initialize_kv_cache()`."""
-KV_CACHE = -1
+START = "weights"
+KV_CACHE = "KV cache"
+CLOSE = "close"
+START_PHASES = ("device", "process group", "weights", "profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +31,14 @@ class Fault:
     """What goes wrong on one rank in one step.
 
     action: raise, exit, kill, hang, wait_for_peers (hang in a collective), stop (SIGSTOP), garbage (a reply that
-            cannot be encoded)
+            cannot be encoded), late_raise (once rank 0 has answered the step)
+    step:   number of a step, or a phase: one of the start, KV_CACHE, CLOSE
+    A rank that is about to hang leaves the file "held-<rank>" in the model's folder.
     """
 
     action: str
     rank: int
-    step: int
+    step: int | str
 
 
 class EchoWorker:
@@ -42,13 +47,18 @@ class EchoWorker:
     def __init__(self, config: WorkerConfig, on_phase: Callable[[str], None]) -> None:
         self._config = config
         self._on_phase = on_phase
-        told = json.loads((Path(config.model.path) / "faults.json").read_text(encoding="utf-8"))
+        self._folder = Path(config.model.path)
+        told = json.loads((self._folder / "faults.json").read_text(encoding="utf-8"))
         self._faults = [Fault(**fault) for fault in told]
 
+    @property
+    def tp_rank(self) -> int:
+        return self._config.tp_rank
+
     def start(self) -> RankReport:
-        for phase in ("device", "weights"):
+        for phase in START_PHASES:
             self._on_phase(phase)
-        self._meet_faults(START)
+            self._meet_faults(phase)
         return RankReport(
             tp_rank=self._config.tp_rank,
             pid=os.getpid(),
@@ -77,10 +87,13 @@ class EchoWorker:
             sampled_token_ids=[scheduler_output.step] * len(request_ids),
         )
 
-    def close(self) -> None:
-        pass
+    def model_memory(self) -> ModelMemory:
+        return ModelMemory(weight_bytes=3, kv_cache_bytes=4, device=None)
 
-    def _meet_faults(self, step: int) -> bool:
+    def close(self) -> None:
+        self._meet_faults(CLOSE)
+
+    def _meet_faults(self, step: int | str) -> bool:
         """Carry out the faults of this rank and step; True when the reply shall be garbage."""
         for fault in self._faults:
             if (fault.rank, fault.step) != (self._config.tp_rank, step):
@@ -95,26 +108,30 @@ class EchoWorker:
                 case "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "hang":
-                    _hang()
+                    self._hang()
                 case "wait_for_peers":
                     self._on_phase("collective")
-                    _hang()
+                    self._hang()
+                case "late_raise":
+                    answered = self._folder / "answered"
+                    wait_until(answered.exists, timeout_s=30.0)
+                    raise ArithmeticError(f"rank {fault.rank} was told to fail")
                 case "garbage":
                     return True
         return False
 
-
-def _hang() -> None:
-    """Wait for ever without looking at signals, as a call into a device library does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    while True:
-        time.sleep(60)
+    def _hang(self) -> None:
+        """Wait for ever without looking at signals, as a call into a device library does."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        (self._folder / f"held-{self.tp_rank}").touch()
+        while True:
+            time.sleep(60)
 
 
 def write_echo_model(folder: Path, faults: Sequence[Fault] = ()) -> str:
     """Make a model's folder for EchoWorker; return its path."""
     config = {
-        "architectures": ["EchoForCausalLM"],
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -145,7 +162,7 @@ def echo_step(step: int, num_requests: int = 1) -> SchedulerOutput:
     return SchedulerOutput(
         step=step,
         new_requests=[],
-        running_requests=[],
         num_scheduled_tokens={f"request-{index}": 1 for index in range(num_requests)},
+        num_computed_tokens=[step] * num_requests,
         removed_request_ids=[],
     )

@@ -1,6 +1,8 @@
 """Answers and the calls they belong to."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx.shm.codec import FrameHeader, FrameKind
 from phalanx.workers.calls import KVCacheInitialized, WorkerFailure
@@ -11,13 +13,8 @@ def reply(call_id: int, rank: int, epoch: int = 1) -> FrameHeader:
     return FrameHeader(epoch=epoch, call_id=call_id, rank=rank, kind=FrameKind.REPLY)
 
 
-def failure(rank: int, *, is_fatal: bool) -> WorkerFailure:
-    return WorkerFailure(
-        tp_rank=rank, phase="forward", error="no", traceback="", failed_at=1.0, is_fatal=is_fatal
-    )
-
-
 ANSWER = KVCacheInitialized(0.5)
+FAILURE = WorkerFailure(tp_rank=1, call_id=1, phase="hook", error="no", traceback="", failed_at=1.0)
 
 
 def test_a_call_is_done_when_all_awaited_ranks_have_answered() -> None:
@@ -28,7 +25,7 @@ def test_a_call_is_done_when_all_awaited_ranks_have_answered() -> None:
     ledger.accept(reply(1, 0), ANSWER)
 
     assert call.is_done
-    assert call.replies == {0: ANSWER, 1: ANSWER}
+    assert call.answers == {0: ANSWER, 1: ANSWER}
     assert (ledger.num_pending, ledger.num_dropped) == (0, 0)
 
 
@@ -53,27 +50,58 @@ def test_a_second_answer_of_a_rank_is_dropped() -> None:
 
 def test_an_answer_to_a_call_that_was_given_up_is_dropped() -> None:
     ledger = ReplyLedger(epoch=1)
-    ledger.forget(ledger.expect(1, {0}, 0.0))
-    ledger.accept(reply(1, 0), ANSWER)
-
-    assert (ledger.num_pending, ledger.num_dropped) == (0, 1)
-
-
-def test_a_hook_that_fails_on_one_rank_is_over_and_its_other_answers_are_stale() -> None:
-    ledger = ReplyLedger(epoch=1)
-    call = ledger.expect(1, {0, 1}, 0.0)
-    ledger.accept(reply(1, 1), failure(1, is_fatal=False))
+    call = ledger.expect(1, {0}, 0.0)
+    ledger.cancel(call)
+    ledger.cancel(call)
     ledger.accept(reply(1, 0), ANSWER)
 
     assert call.is_done
-    assert call.failure == failure(1, is_fatal=False)
-    assert ledger.num_dropped == 1
+    assert call.is_cancelled
+    assert (ledger.num_pending, ledger.num_dropped) == (0, 1)
 
 
-def test_a_fatal_failure_counts_whoever_awaits_what() -> None:
+def test_a_call_that_is_done_cannot_be_given_up() -> None:
     ledger = ReplyLedger(epoch=1)
-    ledger.expect(1, {0}, 0.0)
-    ledger.accept(reply(1, 1), failure(1, is_fatal=True))
+    call = ledger.expect(1, {0}, 0.0)
+    ledger.accept(reply(1, 0), ANSWER)
+    ledger.cancel(call)
 
-    assert ledger.fatal == [failure(1, is_fatal=True)]
-    assert ledger.num_dropped == 0
+    assert not call.is_cancelled
+    assert call.answers == {0: ANSWER}
+
+
+def test_a_failure_on_one_rank_is_its_answer_and_the_others_are_awaited() -> None:
+    ledger = ReplyLedger(epoch=1)
+    call = ledger.expect(1, {0, 1}, 0.0)
+    ledger.accept(reply(1, 1), FAILURE)
+    assert not call.is_done
+    ledger.accept(reply(1, 0), ANSWER)
+
+    assert call.is_done
+    assert call.answers == {0: ANSWER, 1: FAILURE}
+
+
+@given(st.data())
+def test_each_call_gets_its_own_answers_whatever_the_order(data: st.DataObject) -> None:
+    ledger = ReplyLedger(epoch=1)
+    num_ranks = data.draw(st.integers(1, 4))
+    calls = [
+        ledger.expect(call_id, set(range(num_ranks)), 0.0)
+        for call_id in range(1, data.draw(st.integers(1, 5)) + 1)
+    ]
+    cancelled = [call for call in calls if data.draw(st.booleans())]
+    frames = [(call.call_id, rank) for call in calls for rank in range(num_ranks)]
+    for call in cancelled:
+        ledger.cancel(call)
+    for call_id, rank in data.draw(st.permutations(frames)):
+        ledger.accept(reply(call_id, rank), KVCacheInitialized(call_id * 10 + rank))
+
+    for call in calls:
+        expected = (
+            {}
+            if call in cancelled
+            else {rank: KVCacheInitialized(call.call_id * 10 + rank) for rank in range(num_ranks)}
+        )
+        assert call.answers == expected
+    assert ledger.num_dropped == len(cancelled) * num_ranks
+    assert ledger.num_pending == 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import pytest
 
 from phalanx.shm.channel import EXECUTOR_RANK, CallSequence, Receiver, Sender
@@ -17,16 +18,20 @@ from phalanx.shm.status_board import Phase, StatusBoard
 from phalanx.workers.calls import (
     Call,
     ExecuteModel,
+    HookDone,
     InitializeKVCache,
     KVCacheInitialized,
-    MemoryReport,
-    RankMemory,
     Reply,
+    RunHook,
     StepDone,
     WorkerFailure,
 )
-from phalanx.workers.worker_proc import PhaseClock, WorkerLoop, read_rank_memory
+from phalanx.workers.hooks import HookRegistry, encode_argument
+from phalanx.workers.memory_report import RankMemory
+from phalanx.workers.worker_loop import PhaseClock, WorkerLoop
 from support.echo_worker import EchoWorker, Fault, echo_configs, echo_step
+
+MEMORY_REPORT = RunHook("memory_report", encode_argument(None))
 
 
 class MakeHarness(Protocol):
@@ -48,15 +53,15 @@ class Harness:
         self.board = StatusBoard.create(1)
         self.progress: list[str] = []
         self.clock = PhaseClock(self.board.writer(0), self.progress.append)
-        self.has_broken_hook = False
+        self.failures: list[WorkerFailure] = []
         self.loop = WorkerLoop(
             EchoWorker(echo_configs(folder, 2, faults)[tp_rank], self.clock.begin),
-            tp_rank,
             calls=self._calls,
             replies=self._replies,
             sequence=CallSequence(0),
             clock=self.clock,
-            read_memory=self._read_memory,
+            hooks=HookRegistry(("support.hooks:divide", "support.hooks:unspeakable")),
+            tell_failure=self.failures.append,
         )
 
     def serve(self, *calls: Call) -> ExitCode:
@@ -79,11 +84,6 @@ class Harness:
         for end in (self.sender, self.answers, self._calls, self._replies, self.board):
             end.close()
 
-    def _read_memory(self, tp_rank: int) -> RankMemory:
-        if self.has_broken_hook:
-            raise OSError("no /proc")
-        return read_rank_memory(tp_rank)
-
 
 def _again(segment: SharedSegment) -> SharedSegment:
     return SharedSegment.attach(os.dup(segment.fd), segment.size)
@@ -105,19 +105,22 @@ def make_harness(tmp_path: Path) -> Iterator[MakeHarness]:
 def test_rank_0_answers_every_call(make_harness: MakeHarness) -> None:
     harness = make_harness(0)
 
-    assert harness.serve(InitializeKVCache(4), ExecuteModel(echo_step(9)), MemoryReport()) == ExitCode.OK
+    assert harness.serve(InitializeKVCache(4), ExecuteModel(echo_step(9)), MEMORY_REPORT) == ExitCode.OK
     (first, kv_cache), (second, step), (third, memory) = harness.take_answers()
     assert (first, second, third) == (1, 2, 3)
     assert isinstance(kv_cache, KVCacheInitialized)
     assert isinstance(step, StepDone)
     assert step.output.sampled_token_ids == [9]
-    assert isinstance(memory, RankMemory)
-    assert memory.resident_bytes > 0
+    assert isinstance(memory, HookDone)
+    report = msgspec.msgpack.decode(memory.result, type=RankMemory)
+    assert (report.tp_rank, report.pid) == (0, os.getpid())
+    assert 0 < report.resident_bytes <= report.peak_resident_bytes
+    assert report.model.weight_bytes == 3
 
 
 def test_other_ranks_answer_all_but_steps(make_harness: MakeHarness) -> None:
     harness = make_harness(1)
-    harness.serve(InitializeKVCache(4), ExecuteModel(echo_step(9)), MemoryReport())
+    harness.serve(InitializeKVCache(4), ExecuteModel(echo_step(9)), MEMORY_REPORT)
 
     assert [call_id for call_id, _ in harness.take_answers()] == [1, 3]
     status = harness.board.read(0)
@@ -126,13 +129,11 @@ def test_other_ranks_answer_all_but_steps(make_harness: MakeHarness) -> None:
 
 def test_a_step_that_fails_is_told_by_any_rank_and_is_the_last(make_harness: MakeHarness) -> None:
     harness = make_harness(1, [Fault(action="raise", rank=1, step=2)])
-    harness.serve(ExecuteModel(echo_step(1)), ExecuteModel(echo_step(2)), MemoryReport())
+    harness.serve(ExecuteModel(echo_step(1)), ExecuteModel(echo_step(2)), MEMORY_REPORT)
 
-    ((call_id, failure),) = harness.take_answers()
-    assert call_id == 2
-    assert isinstance(failure, WorkerFailure)
-    assert failure.is_fatal
-    assert (failure.tp_rank, failure.phase) == (1, "forward")
+    assert harness.take_answers() == []
+    (failure,) = harness.failures
+    assert (failure.tp_rank, failure.call_id, failure.phase) == (1, 2, "forward")
     assert failure.error == "ArithmeticError: rank 1 was told to fail"
     assert "echo_worker.py" in failure.traceback
 
@@ -141,25 +142,44 @@ def test_an_answer_that_cannot_be_encoded_is_a_failure_of_its_call(make_harness:
     harness = make_harness(0, [Fault(action="garbage", rank=0, step=1)])
     harness.serve(ExecuteModel(echo_step(1)))
 
-    ((_, failure),) = harness.take_answers()
-    assert isinstance(failure, WorkerFailure)
-    assert "cannot be encoded" in failure.error
+    assert harness.take_answers() == []
+    assert "cannot be encoded" in harness.failures[0].error
 
 
-def test_a_hook_that_fails_ends_the_call_only(make_harness: MakeHarness) -> None:
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (RunHook("divide", encode_argument({"numerator": 1, "denominator": 0})), "ZeroDivisionError"),
+        (RunHook("divide", encode_argument("one by two")), "ValidationError"),
+        (RunHook("unspeakable", encode_argument(None)), "TypeError"),
+        (RunHook("nothing_of_the_kind", encode_argument(None)), "KeyError"),
+    ],
+    ids=["raises", "wrong argument", "result without a form", "unknown"],
+)
+def test_a_hook_that_fails_ends_the_call_only(make_harness: MakeHarness, call: RunHook, words: str) -> None:
     harness = make_harness(0)
-    harness.has_broken_hook = True
-    harness.serve(MemoryReport(), ExecuteModel(echo_step(1)))
+    harness.serve(call, ExecuteModel(echo_step(1)))
 
     (_, failure), (_, step) = harness.take_answers()
     assert isinstance(failure, WorkerFailure)
-    assert not failure.is_fatal
+    assert words in failure.error
+    assert (failure.phase, failure.call_id) == ("hook", 1)
     assert isinstance(step, StepDone)
+    assert harness.failures == []
+
+
+def test_a_hook_gets_the_worker_and_a_typed_argument(make_harness: MakeHarness) -> None:
+    harness = make_harness(1)
+    harness.serve(RunHook("divide", encode_argument({"numerator": 3, "denominator": 2})))
+
+    ((_, answer),) = harness.take_answers()
+    assert isinstance(answer, HookDone)
+    assert msgspec.msgpack.decode(answer.result) == {"tp_rank": 1, "quotient": 1.5}
 
 
 def test_a_call_out_of_sequence_ends_the_loop(make_harness: MakeHarness) -> None:
     harness = make_harness(0)
-    harness.sender.send(FrameKind.REQUEST, 2, MemoryReport())
+    harness.sender.send(FrameKind.REQUEST, 2, MEMORY_REPORT)
 
     with pytest.raises(ProtocolError, match="call 2 came when call 1 was due"):
         harness.loop.run()

@@ -1,0 +1,50 @@
+"""Hooks that the tests name in `executor.hooks`; they run in worker processes."""
+
+import os
+import signal
+import threading
+
+import msgspec
+
+from phalanx.workers.worker_loop import WorkerLike
+
+
+class Fraction(msgspec.Struct, frozen=True):
+    numerator: float
+    denominator: float
+
+
+class Quotient(msgspec.Struct, frozen=True):
+    tp_rank: int
+    quotient: float
+
+
+def divide(worker: WorkerLike, argument: Fraction) -> Quotient:
+    return Quotient(tp_rank=worker.tp_rank, quotient=argument.numerator / argument.denominator)
+
+
+def fail_on(worker: WorkerLike, argument: int) -> int:
+    """Raise on one rank, return its number on the others."""
+    if worker.tp_rank == argument:
+        raise ValueError(f"rank {argument} was asked to fail")
+    return worker.tp_rank
+
+
+def unspeakable(worker: WorkerLike, argument: None) -> object:
+    return threading.Lock()
+
+
+def nap(worker: WorkerLike, argument: float) -> int:
+    """Take long."""
+    threading.Event().wait(argument)
+    return worker.tp_rank
+
+
+def cores(worker: WorkerLike, argument: None) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def pause(worker: WorkerLike, argument: int) -> None:
+    """Hold one rank until a signal comes."""
+    if worker.tp_rank == argument:
+        signal.pause()
