@@ -1,6 +1,5 @@
 """The model against transformers, and against itself in other batches, chunks and splits."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
-from phalanx.workers.config import DeviceType, ParallelConfig
 from phalanx.workers.sampling_params import SamplingParams
-from support.model_steps import RankThreads, StepDriver, make_worker
+from support.model_steps import StepDriver, make_worker
+from support.ranks import open_ranks
 from support.tiny_models import LICENSE_PATH, LLAMA3_ROPE, TRAINED, write_tiny_llama
 
 PROMPT = [(7 * index * index + 3 * index) % 380 + 3 for index in range(45)]
@@ -201,21 +200,11 @@ def test_ranks_give_the_tokens_of_one_rank(tiny: Path, driver: StepDriver, tp_si
     driver.add("random", PROMPT[:20], params)
     expected = driver.generate("greedy", 12), driver.output_tokens("random")
 
-    file = os.memfd_create("rendezvous")
-    parallel = ParallelConfig(tensor_parallel_size=tp_size, device=DeviceType.CPU, num_threads=1)
-    ranks = RankThreads(
-        [
-            make_worker(tiny, parallel=parallel, tp_rank=rank, rendezvous=f"/proc/self/fd/{file}")
-            for rank in range(tp_size)
-        ]
-    ).start()
-    split = StepDriver(ranks)
-    split.add("greedy", PROMPT)
-    split.add("random", PROMPT[:20], params)
+    with open_ranks(tiny, tp_size) as split:
+        split.add("greedy", PROMPT)
+        split.add("random", PROMPT[:20], params)
 
-    assert (split.generate("greedy", 12), split.output_tokens("random")) == expected
-    ranks.close()
-    os.close(file)
+        assert (split.generate("greedy", 12), split.output_tokens("random")) == expected
 
 
 def test_the_trained_model_knows_its_text() -> None:

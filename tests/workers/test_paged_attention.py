@@ -19,10 +19,17 @@ class Step:
     """Random rows of the given (new tokens, computed tokens), scattered over a poisoned cache."""
 
     def __init__(
-        self, lens: list[tuple[int, int]], *, kv_heads: int, group: int, block_size: int, seed: int
+        self,
+        lens: list[tuple[int, int]],
+        *,
+        kv_heads: int,
+        group: int,
+        block_size: int,
+        seed: int,
+        window: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.lens, self.group, self.block_size = lens, group, block_size
+        self.lens, self.group, self.block_size, self.window = lens, group, block_size, window
         blocks_needed = [-(-(new + computed) // block_size) for new, computed in lens]
         num_blocks = 1 + sum(blocks_needed) + 3
         shuffled = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
@@ -57,7 +64,7 @@ class Step:
             block_tables=self.tables,
             block_size=self.block_size,
         )
-        return build_forward_context(rows, dtype=torch.float32, device=CPU)
+        return build_forward_context(rows, windows=(None, self.window), dtype=torch.float32, device=CPU)
 
     def attend(self) -> torch.Tensor:
         context = self.context()
@@ -67,7 +74,7 @@ class Step:
         )
         write_kv(new_keys, new_values, self.k_cache, self.v_cache, context.slot_mapping)
         return paged_attention(
-            self.q, self.k_cache, self.v_cache, context.groups[None], scale=HEAD_SIZE**-0.5
+            self.q, self.k_cache, self.v_cache, context.groups[self.window], scale=HEAD_SIZE**-0.5
         )
 
     def expected(self) -> torch.Tensor:
@@ -75,8 +82,9 @@ class Step:
         for (new, computed), keys, values in zip(self.lens, self.keys, self.values, strict=True):
             for offset in range(new):
                 seen = computed + offset + 1
-                k = keys[:seen].repeat_interleave(self.group, dim=1)
-                v = values[:seen].repeat_interleave(self.group, dim=1)
+                first = 0 if self.window is None else max(0, seen - self.window)
+                k = keys[first:seen].repeat_interleave(self.group, dim=1)
+                v = values[first:seen].repeat_interleave(self.group, dim=1)
                 scores = torch.einsum("hd,khd->hk", self.q[token], k) * HEAD_SIZE**-0.5
                 results.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
                 token += 1
@@ -94,11 +102,12 @@ class Step:
     group=st.integers(1, 3),
     block_size=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 1000),
+    window=st.one_of(st.none(), st.integers(1, 90)),
 )
-def test_attention_is_a_softmax_over_each_rows_own_tokens(
-    lens: list[tuple[int, int]], kv_heads: int, group: int, block_size: int, seed: int
+def test_attention_is_a_softmax_over_the_tokens_that_a_query_sees(
+    lens: list[tuple[int, int]], kv_heads: int, group: int, block_size: int, seed: int, window: int | None
 ) -> None:
-    step = Step(lens, kv_heads=kv_heads, group=group, block_size=block_size, seed=seed)
+    step = Step(lens, kv_heads=kv_heads, group=group, block_size=block_size, seed=seed, window=window)
 
     torch.testing.assert_close(step.attend(), step.expected(), atol=1e-5, rtol=1e-4)
 
@@ -120,6 +129,24 @@ def test_a_row_whose_blocks_lie_side_by_side_is_read_in_place() -> None:
 
     assert group.slot_range == 48
     assert group.mask is None
+
+
+def test_a_window_reads_no_more_keys_than_its_queries_see() -> None:
+    step = Step([(1, 300), (1, 200), (4, 50)], kv_heads=1, group=1, block_size=16, seed=0, window=20)
+
+    groups = step.context().groups
+
+    assert sorted(group.kv_len for group in groups[20]) == [20, 23]
+    assert all(group.mask is None for group in groups[20] if group.query_len == 1)
+    torch.testing.assert_close(step.attend(), step.expected(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_within_the_window_is_grouped_once() -> None:
+    step = Step([(1, 30), (5, 0)], kv_heads=1, group=1, block_size=16, seed=0, window=31)
+
+    groups = step.context().groups
+
+    assert groups[31] is groups[None]
 
 
 def test_a_large_group_is_cut_into_several(monkeypatch: pytest.MonkeyPatch) -> None:
