@@ -315,6 +315,8 @@ class MultiprocExecutor:
     def _call(self, call: Call, ranks: set[int], deadline_at: float, *, budget_s: float = 0.0) -> PendingCall:
         """Send `call` to all ranks, and await the answers of `ranks`. budget_s: as in PendingCall."""
         group = self._live()
+        if group.watch.failure is not None:
+            raise self._fail(group.watch.failure)
         call_id = self._last_call_id + 1
         if not self._ledger.num_pending:
             self._stall.restart(time.monotonic())

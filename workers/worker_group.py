@@ -313,12 +313,13 @@ def _bind_ranks(
     if not config.bind_numa or len(nodes) < 2:
         return [None] * len(worker_configs)
     allowed = os.sched_getaffinity(0)
+    device = worker_configs[0].parallel.device
+    gpu_nodes = [] if device is DeviceType.CPU else read_gpu_nodes(os.environ.get("CUDA_VISIBLE_DEVICES"))
     bindings = []
     for rank, worker_config in enumerate(worker_configs):
-        if worker_config.parallel.device is DeviceType.CPU:
+        if device is DeviceType.CPU or (device is DeviceType.AUTO and not gpu_nodes):
             cpus = bind_cpu_rank(nodes, allowed, rank=first_rank + rank, num_ranks=num_ranks)
         else:
-            gpu_nodes = read_gpu_nodes(os.environ.get("CUDA_VISIBLE_DEVICES"))
             cpus = bind_gpu_rank(nodes, allowed, gpu_nodes, device_index=worker_config.device_index)
         bindings.append(None if cpus is None else tuple(sorted(cpus)))
     return bindings

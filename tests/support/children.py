@@ -1,5 +1,6 @@
 """Targets that the process tests run in children, and ways to look at processes from outside."""
 
+import ctypes
 import os
 import signal
 import time
@@ -51,6 +52,13 @@ def exit_before_ready(context: ChildContext) -> int:
 def never_ready(context: ChildContext) -> int:
     context.progress("profile")
     signal.pause()
+    return 0
+
+
+def hold_the_interpreter(context: ChildContext) -> int:
+    """Stand in a C function that keeps the interpreter's lock."""
+    context.progress("profile")
+    ctypes.PyDLL(None).sleep(60)
     return 0
 
 

@@ -31,7 +31,8 @@ class Fault:
     """What goes wrong on one rank in one step.
 
     action: raise, exit, kill, hang, wait_for_peers (hang in a collective), stop (SIGSTOP), garbage (a reply that
-            cannot be encoded), late_raise (once rank 0 has answered the step)
+            cannot be encoded), late_raise (once there is a file "answered" in the model's folder), wait_for_file
+            (until there is a file "go"), nap (take 0.3 s)
     step:   number of a step, or a phase: one of the start, KV_CACHE, CLOSE
     A rank that is about to hang leaves the file "held-<rank>" in the model's folder.
     """
@@ -112,9 +113,12 @@ class EchoWorker:
                 case "wait_for_peers":
                     self._on_phase("collective")
                     self._hang()
+                case "nap":
+                    time.sleep(0.3)
+                case "wait_for_file":
+                    wait_until((self._folder / "go").exists, timeout_s=30.0)
                 case "late_raise":
-                    answered = self._folder / "answered"
-                    wait_until(answered.exists, timeout_s=30.0)
+                    wait_until((self._folder / "answered").exists, timeout_s=30.0)
                     raise ArithmeticError(f"rank {fault.rank} was told to fail")
                 case "garbage":
                     return True

@@ -1,7 +1,6 @@
 """Hooks that the tests name in `executor.hooks`; they run in worker processes."""
 
 import os
-import signal
 import threading
 
 import msgspec
@@ -42,9 +41,3 @@ def nap(worker: WorkerLike, argument: float) -> int:
 
 def cores(worker: WorkerLike, argument: None) -> list[int]:
     return sorted(os.sched_getaffinity(0))
-
-
-def pause(worker: WorkerLike, argument: int) -> None:
-    """Hold one rank until a signal comes."""
-    if worker.tp_rank == argument:
-        signal.pause()
