@@ -1,18 +1,22 @@
-"""Channel: typed frames through a ring.
+"""Channel: typed frames through a ring, and beside it when they are too large for it.
 
 Called by: the executor and the workers; each end by one thread. A sender stamps epoch and rank; a receiver gets
-decoded frames and decides by their header. `CallSequence` is the check for requests: a worker that skips a step
-which its peers run would leave them in a collective for ever, so the wrong request must end it instead.
+decoded frames and decides by their header. A frame above the ring's limit takes the way of oversize.py, when the
+sender was given limits for that; nobody has to know which way a frame came. `CallSequence` is the check for requests: a
+worker that skips a step which its peers run would leave them in a collective for ever, so the wrong request must end
+it instead.
 
 When the peer dies: as the ring (QueueClosedError).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from .codec import Frame, FrameDecoder, FrameEncoder, FrameHeader, FrameKind
 from .errors import ProtocolError
+from .oversize import OversizeLimits, OversizeReceiver, OversizeSender, Ticket
 from .ring_buffer import RingReader, RingWriter
 
 T = TypeVar("T")
@@ -21,13 +25,26 @@ EXECUTOR_RANK = -1
 
 
 class Sender:
-    """Writes frames of one epoch and rank into `ring`, and owns it."""
+    """Writes frames of one epoch and rank into `ring`, and owns it.
 
-    def __init__(self, ring: RingWriter, *, epoch: int, rank: int) -> None:
+    oversize: what may be under way beside the ring; None: a frame above the ring's limit is an error
+    folder:   for the sockets of those; as `OversizeSender`
+    """
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        *,
+        epoch: int,
+        rank: int,
+        oversize: OversizeLimits | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.ring = ring
         self._epoch = epoch
         self._rank = rank
         self._encoder = FrameEncoder()
+        self._oversize = OversizeSender(ring, oversize, folder) if oversize is not None else None
 
     def send(
         self,
@@ -40,13 +57,28 @@ class Sender:
     ) -> None:
         """Publish one frame. Blocks until there is room, at most until `deadline_at` (None: not at all).
 
-        Raises ProtocolError when the message cannot be encoded, else as `RingWriter.write`.
+        Raises ProtocolError when the message cannot be encoded, else as `RingWriter.write`. A frame above the limit
+        of the ring may take the readers longer; MessageTooLargeError when it is above the limit for those, too.
         """
         header = FrameHeader(epoch=self._epoch, call_id=call_id, rank=self._rank, kind=kind)
-        self.ring.write(*self._encoder.encode(header, message, buffers), deadline_at=deadline_at)
+        pieces = self._encoder.encode(header, message, buffers)
+        oversize = self._oversize
+        if oversize is not None:
+            num_bytes = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
+            if num_bytes > self.ring.max_record_bytes:
+                ticket = oversize.wait_room(num_bytes, deadline_at)
+                header = FrameHeader(
+                    epoch=self._epoch, call_id=call_id, rank=self._rank, kind=FrameKind.TICKET
+                )
+                record = b"".join(self._encoder.encode(header, ticket))
+                oversize.send(ticket, record, pieces, deadline_at)
+                return
+        self.ring.write(*pieces, deadline_at=deadline_at)
 
     def close(self) -> None:
-        """Close the ring's writing end. Idempotent."""
+        """Close the ring's writing end; waits shortly for readers of what went beside it. Idempotent."""
+        if self._oversize is not None:
+            self._oversize.close()
         self.ring.close()
 
 
@@ -55,26 +87,66 @@ class Receiver(Generic[T]):
 
     def __init__(self, ring: RingReader, types: Mapping[FrameKind, Any]) -> None:
         self.ring = ring
-        self._decoder = FrameDecoder[T](types)
+        self._decoder = FrameDecoder[Any]({**types, FrameKind.TICKET: Ticket})
+        self._payload_decoder = FrameDecoder[T](types)
+        self._oversize = OversizeReceiver(ring)
 
-    @contextmanager
-    def receive(self, *, deadline_at: float | None = None) -> Iterator[Frame[T]]:
-        """Give the next frame; its buffers live until the end of the block.
+    def receive(self, *, deadline_at: float | None = None) -> "Receiving[T]":
+        """Give the next frame to a `with` block; its buffers live until the end of the block.
 
-        Blocks until `deadline_at` (None: not at all). Raises ProtocolError for a frame that does not decode
-        (it is consumed), else as `RingReader.read`.
+        Entering blocks until `deadline_at` (None: not at all, or for what is on its way beside the ring). Raises
+        ProtocolError for a frame that does not decode (it is consumed), else as `RingReader.acquire`; after
+        QueueTimeoutError the same frame comes again.
         """
-        with self.ring.read(deadline_at=deadline_at) as view:
-            frame = self._decoder.decode(view)
-            try:
-                yield frame
-            finally:
-                for buffer in frame.buffers:
-                    buffer.release()
+        return Receiving(self, deadline_at)
 
     def close(self) -> None:
         """Close the ring's reading end. Idempotent."""
+        self._oversize.close()
         self.ring.close()
+
+
+class Receiving(Generic[T]):
+    """The receipt of one frame in a `with` block. Made by `Receiver.receive`."""
+
+    __slots__ = ("_deadline_at", "_frame", "_payload", "_receiver")
+
+    def __init__(self, receiver: Receiver[T], deadline_at: float | None) -> None:
+        self._receiver = receiver
+        self._deadline_at = deadline_at
+        self._payload: memoryview | None = None
+
+    def __enter__(self) -> Frame[T]:
+        ring = self._receiver.ring
+        view = ring.acquire(deadline_at=self._deadline_at)
+        try:
+            frame = self._receiver._decoder.decode(view)
+            message = frame.message
+            self._frame: Frame[T] = self._take_payload(message) if isinstance(message, Ticket) else frame
+        except ProtocolError:
+            self._release()
+            raise
+        except BaseException:
+            ring.put_back()
+            raise
+        return self._frame
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for buffer in self._frame.buffers:
+            buffer.release()
+        self._release()
+
+    def _take_payload(self, ticket: Ticket) -> Frame[T]:
+        payload = self._receiver._oversize.receive(ticket, self._deadline_at)
+        self._payload = memoryview(payload.buffer).toreadonly()
+        return self._receiver._payload_decoder.decode(self._payload)
+
+    def _release(self) -> None:
+        if self._payload is not None:
+            self._payload.release()
+        self._receiver.ring.release()
 
 
 class CallSequence:

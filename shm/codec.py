@@ -10,7 +10,6 @@ Invariant: what does not decode raises ProtocolError, whatever the bytes are; no
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -37,10 +36,11 @@ class FrameKind(IntEnum):
     """The answer of one rank to one call."""
     ERROR = 3
     """Instead of an answer: the call failed on this rank."""
+    TICKET = 4
+    """Stands for a frame that is too large for the ring and comes another way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameHeader:
+class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Who says what about which call.
 
     epoch:   counts the lives of a replica; a frame of another life is stale
@@ -54,8 +54,7 @@ class FrameHeader:
     kind: FrameKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame(Generic[T]):
+class Frame(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """A decoded frame. `buffers` are views into the ring, valid only until the read ends."""
 
     header: FrameHeader
@@ -102,21 +101,22 @@ class FrameDecoder(Generic[T]):
     """
 
     def __init__(self, types: Mapping[FrameKind, Any]) -> None:
-        self._decoders: dict[FrameKind, msgspec.msgpack.Decoder[T]] = {
-            kind: msgspec.msgpack.Decoder(body_type) for kind, body_type in types.items()
+        self._decoders: dict[int, tuple[FrameKind, msgspec.msgpack.Decoder[T]]] = {
+            int(kind): (kind, msgspec.msgpack.Decoder(body_type)) for kind, body_type in types.items()
         }
 
     def decode(self, view: memoryview) -> Frame[T]:
         """Decode one frame. Raises ProtocolError when it is not one."""
         try:
-            epoch, call_id, rank, kind, num_buffers, body_bytes = _HEADER.unpack_from(view)
-            header = FrameHeader(epoch=epoch, call_id=call_id, rank=rank, kind=FrameKind(kind))
+            epoch, call_id, rank, number, num_buffers, body_bytes = _HEADER.unpack_from(view)
             end = _HEADER.size + body_bytes
             if end > view.nbytes:
                 raise ProtocolError(f"a body of {body_bytes} bytes in a frame of {view.nbytes}")
-            decoder = self._decoders.get(header.kind)
-            if decoder is None:
-                raise ProtocolError(f"a frame of kind {header.kind.name} must not come here")
+            known = self._decoders.get(number)
+            if known is None:
+                raise ProtocolError(f"a frame of kind {FrameKind(number).name} must not come here")
+            kind, decoder = known
+            header = FrameHeader(epoch=epoch, call_id=call_id, rank=rank, kind=kind)
             message = decoder.decode(view[_HEADER.size : end])
             buffers: list[memoryview] = []
             for _ in range(num_buffers):

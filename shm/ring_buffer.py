@@ -254,6 +254,7 @@ class RingReader(RingEnd):
         self, segment: SharedSegment, index: int, *, is_peer_alive: Callable[[], bool] = always_alive
     ) -> None:
         super().__init__(segment, index, is_peer_alive)
+        self.index = index
         self._data = self._data.toreadonly()
         # Not read again while something is known to be there: the line belongs to the writer's core.
         self._published = self._cursor
@@ -322,10 +323,9 @@ class RingReader(RingEnd):
             self._view.release()
             self._view = None
 
-    def require_writer(self) -> None:
-        """Raise QueueClosedError when the writer has closed or died. For who waits for it elsewhere."""
-        if self._load(WRITER_LINE + CLOSED) != 0 or not self._is_peer_alive():
-            raise QueueClosedError("the writer closed the ring or is gone")
+    def has_writer(self) -> bool:
+        """False once the writer has closed or died. For who waits for it elsewhere."""
+        return self._load(WRITER_LINE + CLOSED) == 0 and self._is_peer_alive()
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""

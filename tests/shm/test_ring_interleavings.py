@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.shm import ring_end, ring_layout
+from phalanx.shm import ring_end
 from phalanx.shm.errors import QueueClosedError
 from phalanx.shm.ring_buffer import RingReader, RingWriter, create_ring
 from phalanx.shm.segment import SharedSegment
@@ -117,16 +117,18 @@ def test_waking_only_known_sleepers_would_lose_a_wake_up(
 ) -> None:
     """The explorer finds the classic fault, so its silence above means something."""
 
-    def signal_if_somebody_sleeps(end: RingWriter) -> None:
-        address = end._words.address(end._own + ring_layout.EVENT)
+    def advance_and_wake_known_sleepers(end: RingWriter, cursor: int) -> None:
+        end._cursor = cursor
         end._event += 1
-        end._words.store(end._own + ring_layout.EVENT, end._event)
+        end._store(end._own_cursor, cursor)
+        end._store(end._own_event, end._event)
+        address = end._words.address(end._own_event)
         futex: Any = end._futex
         # The question is asked while the new event may still be in the store buffer.
         if futex.has_sleepers(address):
             futex.wake(address)
 
-    monkeypatch.setattr(ring_end.RingEnd, "_signal", signal_if_somebody_sleeps)
+    monkeypatch.setattr(ring_end.RingEnd, "_advance", advance_and_wake_known_sleepers)
 
     def explore() -> None:
         for seed in range(150):
