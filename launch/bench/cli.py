@@ -1,0 +1,54 @@
+"""cluster-bench: measures this project, and others beside it, and writes down what it found.
+
+Called by: the console script. One benchmark a command; each is a module of its own with NAME, HELP, `add_arguments`
+and `run`. Exit codes: 0 done, 1 failed, 2 bad arguments, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ...shm.errors import ConfigError, ServingError
+from ...shm.exit_codes import ExitCode
+from . import executor, ring, scheduler, serve, startup
+from .report import PROGRAM, ReportWriter
+
+BENCHMARKS: tuple[ModuleType, ...] = (serve, startup, ring, executor, scheduler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the result is the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
+    try:
+        arguments.run(arguments, ReportWriter(words, arguments.out))
+    except ConfigError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    except (ServingError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of all benchmarks."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Measure a server, or a part of this one. Every result says where and how it was measured.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    for benchmark in BENCHMARKS:
+        command = commands.add_parser(
+            benchmark.NAME, help=benchmark.HELP, description=benchmark.HELP, allow_abbrev=False
+        )
+        benchmark.add_arguments(command)
+        command.add_argument("--out", type=Path, metavar="STEM",
+                             help="write STEM.json and STEM.md; none: only show")  # fmt: skip
+        command.set_defaults(run=benchmark.run)
+    return parser
