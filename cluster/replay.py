@@ -92,6 +92,9 @@ class ReplayLog:
                 # Those of the first admission are what the client is told; a replay's hits are ours.
                 output = msgspec.structs.replace(output, num_cached_tokens=0)
             entry.has_told_cached_tokens = True
+            if output.attempt != entry.request.attempt:
+                # Above this class there was only ever one attempt.
+                output = msgspec.structs.replace(output, attempt=entry.request.attempt)
             if output.finish_reason is not None:
                 self.forget(output.request_id)
             news.append(output)
@@ -196,7 +199,7 @@ class ReplayLog:
         entry = self._entries[request_id]
         self.forget(request_id)
         return EngineCoreOutput(
-            request_id=request_id, attempt=entry.attempt, finish_reason=FinishReason.ERROR, error=reason
+            request_id=request_id, attempt=entry.request.attempt, finish_reason=FinishReason.ERROR, error=reason
         )
 
 
