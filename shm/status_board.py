@@ -53,13 +53,11 @@ class Phase(StrEnum):
     @classmethod
     def named(cls, name: str) -> "Phase":
         """Return the phase of that name, OTHER when there is none."""
-        try:
-            return cls(name)
-        except ValueError:
-            return cls.OTHER
+        return _BY_NAME.get(name, cls.OTHER)
 
 
 _PHASES = tuple(Phase)
+_BY_NAME = {phase.value: phase for phase in _PHASES}
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 
 
@@ -82,27 +80,25 @@ class StatusSlot:
     """The writing side of one slot. One thread."""
 
     def __init__(self, words: Words, slot: int) -> None:
-        self._words = words
+        self._store = words.store
         self._base = slot * _WORDS_PER_SLOT
         self._sequence = words.load(self._base + _SEQUENCE)
         self._sequence += self._sequence % 2  # the writer before us died in the middle of a change
-        self._call_id = 0
-        self._step = 0
+        if self._sequence:
+            self.set(Phase.NOT_STARTED, call_id=0, step=0)  # nothing of that writer's shall look like ours
 
     def set(self, phase: Phase, *, call_id: int | None = None, step: int | None = None) -> None:
         """Say that `phase` begins now. What is None stays as it was. About 1 µs; never blocks."""
+        store, base = self._store, self._base
+        store(base + _SEQUENCE, self._sequence + 1)
+        store(base + _PHASE, _NUMBERS[phase])
         if call_id is not None:
-            self._call_id = call_id
+            store(base + _CALL_ID, call_id)
         if step is not None:
-            self._step = step
-        words, base = self._words, self._base
-        words.store(base + _SEQUENCE, self._sequence + 1)
-        words.store(base + _PHASE, _NUMBERS[phase])
-        words.store(base + _CALL_ID, self._call_id)
-        words.store(base + _STEP, self._step)
-        words.store(base + _SINCE, time.monotonic_ns())
+            store(base + _STEP, step)
+        store(base + _SINCE, time.monotonic_ns())
         self._sequence += 2
-        words.store(base + _SEQUENCE, self._sequence)
+        store(base + _SEQUENCE, self._sequence)
 
 
 class StatusBoard:

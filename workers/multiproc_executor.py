@@ -31,7 +31,6 @@ from ..shm.errors import (
     StartupError,
 )
 from ..shm.ring_buffer import MAX_READERS
-from ..shm.stack_dump import is_stopped
 from ..shm.stall import StallDetector
 from ..shm.status_board import Phase, RankStatus, StatusBoard
 from .calls import (
@@ -48,7 +47,7 @@ from .config import ExecutorConfig
 from .hooks import HookOutcome, check_hook_name, encode_argument, hook_outcome
 from .messages import ExecutorReport, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .reply_ledger import PendingCall, ReplyLedger
-from .stall import describe_child, describe_ranks, describe_status, find_culprit
+from .stall import describe_stall
 from .transformer_config import read_transformer_config
 from .worker_config import WorkerConfig
 from .worker_group import WorkerGroup, start_workers
@@ -355,7 +354,8 @@ class MultiprocExecutor:
         has_moved = False
         for rank, receiver in enumerate(group.receivers):
             try:
-                while True:
+                # Only while one is due: a look into an empty ring costs more than an answer.
+                while self._ledger.owes(rank):
                     with receiver.receive() as frame:
                         self._ledger.accept(frame.header, frame.message)
                     has_moved = True
@@ -381,15 +381,10 @@ class MultiprocExecutor:
         return self._fail(ProcessHungError(self._role(culprit), rank=culprit, detail=sentence))
 
     def _report_stall(self, group: WorkerGroup, awaited: set[int], call_id: int) -> tuple[int, str]:
-        """Log which rank holds up a call, and where its threads stand. Returns the rank, and what all do."""
-        statuses = dict(enumerate(self.phases))
-        culprit = find_culprit(statuses, awaited, call_id)
-        child = group.children[culprit]
-        now = time.monotonic()
-        doing = describe_status(statuses[culprit], now)
-        sentence = describe_ranks(statuses, culprit, call_id, now, is_stopped=is_stopped(child.pid))
-        log.warning("%s\n%s", sentence, describe_child(child, doing))
-        return culprit, sentence
+        """Log who holds up a call. Returns the rank, and what all do."""
+        stall = describe_stall(group.children, self.phases, awaited, call_id)
+        log.warning("%s\n%s", stall.sentence, stall.stacks)
+        return stall.culprit, stall.sentence
 
     def _role(self, tp_rank: int) -> str:
         return f"{self._role_prefix} tp{tp_rank}"

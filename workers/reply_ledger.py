@@ -5,6 +5,7 @@ Invariant: an answer is taken only by the call it belongs to: same epoch, same c
 are dropped and counted: answers to calls that were given up, or of another life of the replica.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..shm.codec import FrameHeader
@@ -45,11 +46,16 @@ class ReplyLedger:
         self.num_dropped = 0
         self._epoch = epoch
         self._calls: dict[int, PendingCall] = {}
+        self._num_owed: Counter[int] = Counter()
 
     @property
     def num_pending(self) -> int:
         """Calls under way whose answers are awaited."""
         return len(self._calls)
+
+    def owes(self, rank: int) -> bool:
+        """True while a rank has an answer to give, be it to a call that was given up."""
+        return self._num_owed[rank] > 0
 
     def expect(
         self, call_id: int, ranks: set[int], deadline_at: float, *, budget_s: float = 0.0
@@ -58,6 +64,8 @@ class ReplyLedger:
         assert call_id not in self._calls
         call = PendingCall(call_id=call_id, awaited=ranks, deadline_at=deadline_at, budget_s=budget_s)
         self._calls[call_id] = call
+        for rank in ranks:
+            self._num_owed[rank] += 1
         return call
 
     def cancel(self, call: PendingCall) -> None:
@@ -68,6 +76,7 @@ class ReplyLedger:
 
     def accept(self, header: FrameHeader, message: Reply | WorkerFailure) -> None:
         """Give an answer to the call it belongs to."""
+        self._num_owed[header.rank] -= 1
         call = self._calls.get(header.call_id)
         if call is None or header.epoch != self._epoch or header.rank not in call.awaited:
             self.num_dropped += 1

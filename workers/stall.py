@@ -1,25 +1,29 @@
-"""Which rank holds up a call, and how that is said. Pure but for `describe_child`, which asks the process.
+"""Which rank holds up a call, and how that is said. Pure but for
+`describe_child` and `describe_stall`, which ask the processes.
 
 Called by: MultiprocExecutor, when a call has no answer within its budget.
 """
 
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from ..shm.process import ChildProcess
 from ..shm.stack_dump import is_stopped
 from ..shm.status_board import Phase, RankStatus
 
 
-def find_culprit(statuses: Mapping[int, RankStatus], awaited: AbstractSet[int], call_id: int) -> int:
-    """Return the rank that is behind: in the oldest call, not waiting for peers, in the phase that began first.
+def find_suspects(statuses: Mapping[int, RankStatus], awaited: AbstractSet[int], call_id: int) -> list[int]:
+    """Return the ranks that are not done with a call, the one that holds it up first.
 
-    statuses: by tp_rank. A rank that is idle after that call holds up nobody.
+    That one is in the oldest call, not waiting for peers, in the phase that began first. When all seem to be done,
+    those that must answer are to blame. statuses: by tp_rank.
     """
     busy = {rank for rank, status in statuses.items() if status.phase is not Phase.IDLE}
     behind = {rank for rank, status in statuses.items() if status.call_id < call_id}
-    return min(
+    return sorted(
         busy | behind or awaited,
         key=lambda rank: (
             statuses[rank].call_id,
@@ -52,3 +56,29 @@ def describe_child(child: ChildProcess, doing: str) -> str:
     """Say who a process is, what it does, and where its threads stand. Blocks up to a second, for its stacks."""
     state = ", stopped by a signal" if is_stopped(child.pid) else ""
     return f"{child.role} host={socket.gethostname()} pid={child.pid}: {doing}{state}\n{child.stack()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A call that takes long.
+
+    culprit:  tp_rank of who holds it up; sentence: what all ranks do
+    stacks:   who is not done with it, and where their threads stand
+    """
+
+    culprit: int
+    sentence: str
+    stacks: str
+
+
+def describe_stall(
+    children: Sequence[ChildProcess], ranks: Sequence[RankStatus], awaited: AbstractSet[int], call_id: int
+) -> Stall:
+    """Find out why a call has no answer. children, ranks: by tp_rank. Blocks up to a second for each suspect."""
+    statuses = dict(enumerate(ranks))
+    suspects = find_suspects(statuses, awaited, call_id)
+    now = time.monotonic()
+    has_stopped = is_stopped(children[suspects[0]].pid)
+    sentence = describe_ranks(statuses, suspects[0], call_id, now, is_stopped=has_stopped)
+    stacks = [describe_child(children[rank], describe_status(statuses[rank], now)) for rank in suspects]
+    return Stall(culprit=suspects[0], sentence=sentence, stacks="\n".join(stacks))

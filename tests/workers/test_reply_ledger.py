@@ -60,6 +60,15 @@ def test_an_answer_to_a_call_that_was_given_up_is_dropped() -> None:
     assert (ledger.num_pending, ledger.num_dropped) == (0, 1)
 
 
+def test_a_rank_owes_its_answer_also_to_a_call_that_was_given_up() -> None:
+    ledger = ReplyLedger(epoch=1)
+    ledger.cancel(ledger.expect(1, {0}, 0.0))
+
+    assert [ledger.owes(rank) for rank in (0, 1)] == [True, False]
+    ledger.accept(reply(1, 0), ANSWER)
+    assert not ledger.owes(0)
+
+
 def test_a_call_that_is_done_cannot_be_given_up() -> None:
     ledger = ReplyLedger(epoch=1)
     call = ledger.expect(1, {0}, 0.0)
@@ -105,3 +114,4 @@ def test_each_call_gets_its_own_answers_whatever_the_order(data: st.DataObject) 
         assert call.answers == expected
     assert ledger.num_dropped == len(cancelled) * num_ranks
     assert ledger.num_pending == 0
+    assert not any(ledger.owes(rank) for rank in range(num_ranks))

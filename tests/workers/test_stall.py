@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.shm.status_board import Phase, RankStatus
-from phalanx.workers.stall import describe_ranks, find_culprit
+from phalanx.workers.stall import describe_ranks, find_suspects
 
 
 def doing(phase: Phase, call_id: int, since_at: float) -> RankStatus:
@@ -30,7 +30,7 @@ def doing(phase: Phase, call_id: int, since_at: float) -> RankStatus:
     ],
 )
 def test_the_rank_that_is_behind_is_named(statuses: list[RankStatus], culprit: int) -> None:
-    assert find_culprit(dict(enumerate(statuses)), {0}, 5) == culprit
+    assert find_suspects(dict(enumerate(statuses)), {0}, 5)[0] == culprit
 
 
 def test_the_sentence_says_who_does_what_for_how_long() -> None:
