@@ -136,10 +136,11 @@ def test_a_killed_api_server_is_back_and_no_connection_is_refused(
     url, victim = cluster.url, cluster.pids()["phalanx api0"]
     body = {"model": "tiny", "prompt": prompts[0], "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         kill(cluster, "api0")
         with pytest.raises(httpx.TransportError):
-            list(response.iter_lines())
+            list(lines)
 
     # At once: the listening socket is the supervisor's, and the connection waits in its backlog.
     assert httpx.get(f"{url}/health", timeout=BACK_S).status_code == 200
