@@ -12,6 +12,7 @@ import msgspec
 
 from ..shm.errors import ConfigError
 from ..workers.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
+from ..workers.gguf_file import is_gguf
 from .config import EngineConfig, SchedulerConfig
 
 SECTIONS = {
@@ -27,7 +28,7 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
 def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
     """Build the configuration of one replica.
 
-    model:     a folder, or a name on the Hugging Face hub
+    model:     a folder, a GGUF file, or a name on the Hugging Face hub
     overrides: fields of the sections by their own names (tensor_parallel_size=2, num_blocks=100)
     Raises ConfigError that names the field; an unknown one lists those that are known.
     """
@@ -44,9 +45,9 @@ def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
 
 
 def find_model_folder(model: str | Path) -> Path:
-    """Turn a folder or a hub name into a folder; may download. Raises ConfigError (field "model")."""
+    """Turn a folder, a GGUF file or a hub name into a folder or file; may download. Raises ConfigError ("model")."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or is_gguf(folder):
         return folder.resolve()
     # Imported here: a model that is a local folder, the usual case, does not need it.
     from huggingface_hub import snapshot_download

@@ -15,6 +15,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as NativeTokenizer
 
 from ..shm.errors import ConfigError
+from ..workers.gguf_file import is_gguf, open_gguf
+from . import gguf_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder.
+    """Load the tokenizer of a model's folder, or of a GGUF file.
 
     What stands around a text (bos, eos) is up to tokenizer.json alone; the `add_bos_token` flags of older
     checkpoints beside it are ignored, as transformers 5 ignores them.
@@ -87,6 +89,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises ConfigError (field "model") when the folder holds no tokenizer that can be read.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return _load_from_gguf(folder)
     config = _read_json(folder / "tokenizer_config.json")
     if not (folder / "tokenizer.json").is_file():
         return _load_with_transformers(folder, config)
@@ -99,13 +103,29 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     native.no_padding()
     special_tokens = _read_special_tokens(folder, config)
     _add_missing_tokens(native, config, special_tokens)
+    return _wrap(native, special_tokens=special_tokens, chat_templates=_read_chat_templates(folder, config))
+
+
+def _load_from_gguf(path: Path) -> Tokenizer:
+    metadata = open_gguf(path).metadata
+    native = gguf_tokenizer.build_tokenizer(metadata)
+    return _wrap(
+        native,
+        special_tokens=gguf_tokenizer.special_tokens(metadata),
+        chat_templates=gguf_tokenizer.chat_templates(metadata),
+    )
+
+
+def _wrap(
+    native: NativeTokenizer, *, special_tokens: dict[str, str], chat_templates: dict[str, str]
+) -> Tokenizer:
     added = native.get_added_tokens_decoder()
     return Tokenizer(
         _NativeCodec(native),
         vocab=native.get_vocab(with_added_tokens=True),
         special_tokens=special_tokens,
         special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
-        chat_templates=_read_chat_templates(folder, config),
+        chat_templates=chat_templates,
     )
 
 

@@ -1,7 +1,7 @@
 """From what the user calls a model to the folder that holds it, and the name that clients see.
 
-Called by: cli.py in the supervisor, before anything starts. A name is a local folder, else a name on the hub;
-none at all is the embedded model. May block on a download; shows its progress on standard error.
+Called by: cli.py in the supervisor, before anything starts. A name is a local folder or GGUF file, else a name on
+the hub; none at all is the embedded model. May block on a download; shows its progress on standard error.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from ..shm.errors import ConfigError
+from ..workers.gguf_file import is_gguf
 from .config import EMBEDDED_MODEL, LaunchConfig
 from .embedded_model import MODEL_NAME, ensure_default_model
 
@@ -21,7 +22,7 @@ WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model")
 
 
 def resolve_model(config: LaunchConfig) -> LaunchConfig:
-    """Return the tree with `model.path` a local folder and `server.served_model_name` set.
+    """Return the tree with `model.path` a local folder or file and `server.served_model_name` set.
 
     Raises ConfigError (field "model") when there is no such model.
     """
@@ -32,7 +33,7 @@ def resolve_model(config: LaunchConfig) -> LaunchConfig:
         served_name = MODEL_NAME
     elif (local := local_folder(name)) is not None:
         folder = local
-        served_name = folder.name
+        served_name = folder.stem if is_gguf(folder) else folder.name
     else:
         folder = download_from_hub(name)
         served_name = name

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..shm.errors import ConfigError
 from ..workers.config import DeviceType, LoadFormat
+from ..workers.gguf_file import is_gguf
 from ..workers.transformer_config import read_transformer_config
 from .config import LaunchConfig, ServerConfig
 
@@ -27,7 +28,7 @@ def resolve_device(config: LaunchConfig, num_gpus: int) -> LaunchConfig:
 
 
 def check_model(config: LaunchConfig) -> None:
-    """Check the model's folder against the tree: files, heads for every rank, length.
+    """Check the model's folder or GGUF file against the tree: family, files, heads for every rank, length.
 
     Raises ConfigError.
     """
@@ -43,6 +44,8 @@ def check_model(config: LaunchConfig) -> None:
             f"{longest} is more than the {model.max_position_embeddings} positions the model was trained for"
         )
         raise ConfigError("model.max_model_len", problem)
+    if is_gguf(folder):
+        return
     if config.model.load_format is LoadFormat.AUTO and not any(folder.glob("*.safetensors")):
         raise ConfigError("model", f"{folder} holds no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -41,7 +41,8 @@ class ModelConfig:
     """Which model, and in which numbers."""
 
     path: str
-    """Local folder with config.json. A hub name has been turned into its folder before this section is built."""
+    """Local folder with config.json, or a GGUF file. A hub name has been turned into its folder before this section
+    is built."""
     dtype: DType = DType.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
     max_model_len: int | None = None

@@ -16,25 +16,13 @@ import math
 from dataclasses import dataclass
 
 from ..shm.errors import ConfigError
+from .span import Span
 from .transformer_config import TransformerConfig
 
 VOCAB_UNIT = 64
 """Vocabulary rows are given out in multiples of this, so that a rank's matrix product is aligned."""
 MLP_UNIT = 16
 """MLP columns are given out in multiples of this, or of the largest common divisor with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A contiguous range of one dimension. May be empty."""
-
-    start: int
-    size: int
-
-    @property
-    def stop(self) -> int:
-        """First index after the range."""
-        return self.start + self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: config.json and generation_config.json as one frozen value.
+"""What a checkpoint says of itself: config.json and generation_config.json, or GGUF metadata.
 
 Called by: the command line (checks before anything starts), the front end (context length, end tokens) and
 the workers (shapes). Knows both spellings that transformers 4 and 5 write. Imports no torch.
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..shm.errors import ConfigError
+from .gguf_checkpoint import GgufCheckpoint
+from .gguf_file import is_gguf, open_gguf
 from .models.registry import check_architecture
 
 ASSUMED: dict[str, dict[str, Any]] = {
@@ -103,13 +105,16 @@ class TransformerConfig:
 
 
 def read_transformer_config(path: str | Path) -> TransformerConfig:
-    """Read the folder of a checkpoint.
+    """Read the folder of a checkpoint, or the metadata of a GGUF file.
 
-    Raises ConfigError (field "model") when the folder, its config.json or a needed field is missing or wrong.
+    Raises ConfigError (field "model") when it, its config.json or a needed field is missing or wrong, or when the
+    architecture is not one of ours.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return parse_config(GgufCheckpoint(open_gguf(folder)).config(), {})
     if not folder.is_dir():
-        raise ConfigError("model", f"{folder} is not a folder")
+        raise ConfigError("model", f"{folder} is neither a folder nor a GGUF file")
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ConfigError(

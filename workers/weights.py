@@ -4,102 +4,60 @@ Called by: Worker.start(). Each rank reads only its slices; the files are mapped
 tensor that it does not need, and there is no second copy of the model.
 """
 
-import json
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .config import LoadFormat
 from .errors import WeightsError
 from .layers.shard import TensorShard
 from .models.causal_lm import CausalLM
+from .tensor_source import TensorSource, open_source
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 DUMMY_RANGE = 1e-3
 DUMMY_CHUNK = 1 << 22
 """Elements of a dummy tensor made at once: bounds the memory for the integers they come from."""
 
 
-def load_weights(model: CausalLM, folder: str, load_format: LoadFormat, *, seed: int = 0) -> int:
+def load_weights(model: CausalLM, path: str, load_format: LoadFormat, *, seed: int = 0) -> int:
     """Fill all parameters of `model`, which must have memory already. Returns their bytes.
 
+    path: a folder, or a GGUF file
     seed: of dummy weights, which depend on it and on the tensor's name, not on how the model is split
     Raises WeightsError when a tensor is missing, has another shape, or is not known; nothing to be used then.
     """
     shards = list(model.shards())
     match load_format:
         case LoadFormat.AUTO:
-            _load_checkpoint(model, shards, Path(folder))
+            with open_source(Path(path)) as source:
+                _load(model, shards, source, path)
         case LoadFormat.DUMMY:
             for shard in shards:
                 _fill_dummy(shard, seed)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _load_checkpoint(model: CausalLM, shards: list[TensorShard], folder: Path) -> None:
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(_open(folder / name)) for name in _file_names(folder)}
-        # Our name of a tensor -> its file, and its name there.
-        where = {
-            own: (file, name)
-            for file in files.values()
-            for name in file.keys()
-            if (own := model.own_name(name)) is not None
-        }
-        unexpected = sorted(where.keys() - {shard.name for shard in shards})
-        if unexpected:
-            raise WeightsError(
-                f"{folder} holds {len(unexpected)} tensors that the model has no place for, among them {unexpected[0]}"
-            )
-        for shard in shards:
-            if shard.name not in where:
-                raise WeightsError(f"{folder} lacks the tensor {shard.name}")
-            file, name = where[shard.name]
-            _read(file.get_slice(name), shard)
-
-
-def _read(source: Any, shard: TensorShard) -> None:
-    """Copy one slice of a mapped tensor into its place; the copy converts the dtype."""
-    shape = tuple(source.get_shape())
-    if shape != shard.full_shape:
+def _load(model: CausalLM, shards: list[TensorShard], source: TensorSource, path: str) -> None:
+    # Our name of a tensor -> its name in the checkpoint.
+    found = {own: name for name in source.names if (own := model.own_name(name)) is not None}
+    unexpected = sorted(found.keys() - {shard.name for shard in shards})
+    if unexpected:
         raise WeightsError(
-            f"the tensor {shard.name} has the shape {shape}, and should have {shard.full_shape}"
+            f"{path} holds {len(unexpected)} tensors that the model has no place for, among them {unexpected[0]}"
         )
-    if shard.span is not None and shard.span.size == 0:
-        return
-    if shard.span is None or shard.dim is None:
-        part = source[:]
-    elif shard.dim == 0:
-        part = source[shard.span.start : shard.span.stop]
-    else:
-        part = source[:, shard.span.start : shard.span.stop]
-    shard.target.copy_(part)
-
-
-def _file_names(folder: Path) -> Iterator[str]:
-    index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            yield from sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise WeightsError(f"{index} is not an index of safetensors files: {error!r}") from None
-    elif (folder / SINGLE_NAME).is_file():
-        yield SINGLE_NAME
-    else:
-        raise WeightsError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from None
+    for shard in shards:
+        if shard.name not in found:
+            raise WeightsError(f"{path} lacks the tensor {shard.name}")
+        name = found[shard.name]
+        shape = source.shape(name)
+        if shape != shard.full_shape:
+            raise WeightsError(
+                f"the tensor {shard.name} has the shape {shape}, and should have {shard.full_shape}"
+            )
+        if shard.span is None or shard.span.size:
+            # The copy converts the dtype.
+            shard.target.copy_(source.read(name, dim=shard.dim, span=shard.span))
 
 
 def _fill_dummy(shard: TensorShard, seed: int) -> None:

@@ -1,4 +1,7 @@
-"""A whole replica in this process: its ranks as threads, driven without an engine. Called by: tests of the model side."""
+"""A whole replica in this process: its ranks as threads, driven without an engine.
+
+Called by: tests of the model side.
+"""
 
 import os
 from collections.abc import Iterator

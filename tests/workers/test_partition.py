@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.shm.errors import ConfigError
-from phalanx.workers.partition import Span, make_partition
+from phalanx.workers.partition import make_partition
+from phalanx.workers.span import Span
 from phalanx.workers.transformer_config import LayerType, RopeConfig, TransformerConfig
 
 SMOLLM2 = TransformerConfig(

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..partition import RankShare, Span
+from ..partition import RankShare
+from ..span import Span
 from ..tp_group import TensorParallelGroup
 from .shard import TensorShard, split_tensor, whole_tensor
 

@@ -58,8 +58,13 @@ def _scale(frequencies: torch.Tensor, rope_scaling: dict[str, Any] | None) -> to
         case "llama3":
             assert rope_scaling is not None
             return _scale_llama3(frequencies, rope_scaling)
+        case "divided":
+            assert rope_scaling is not None
+            return frequencies / torch.tensor(rope_scaling["divisors"], device="cpu")
         case other:
-            raise UnsupportedModelError(f"rope type {other!r} is not one of: default, linear, llama3")
+            raise UnsupportedModelError(
+                f"rope type {other!r} is not one of: default, linear, llama3, divided"
+            )
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..partition import Span
+from ..span import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
