@@ -116,8 +116,7 @@ class Cluster:
             return {dp_rank: float(value) for dp_rank, value in found}
 
         total, free = rows("phalanx_kv_blocks_total"), rows("phalanx_kv_blocks_free")
-        # The null block is never given out.
-        return {dp_rank: total[dp_rank] - 1 - free[dp_rank] for dp_rank in total}
+        return {dp_rank: total[dp_rank] - free[dp_rank] for dp_rank in total}
 
     def wait_all_blocks_free(self, num_replicas: int) -> None:
         """Wait until no replica has a block in use."""
