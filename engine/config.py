@@ -16,6 +16,14 @@ class SchedulerConfig:
     """Tokens computed in one step, prefill and decode together. A longer prompt is computed in chunks."""
     max_num_waiting: int = 4096
     """Requests that may wait in one replica. One more is answered 429."""
+    max_steps_in_flight: int = 2
+    """Steps submitted to the workers and not back yet. 2: the next step is planned while one is computed; 1: each
+    step waits for the one before it."""
+    long_prefill_share: float = 0.5
+    """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
+    max_overtakes: int = 64
+    """How many requests of a better priority may be admitted before the oldest waiting one. 0: strict order of
+    arrival."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -25,6 +33,16 @@ class SchedulerConfig:
                 "scheduler.max_num_batched_tokens",
                 f"must be at least scheduler.max_num_seqs ({self.max_num_seqs}), not {self.max_num_batched_tokens}",
             )
+        if self.max_steps_in_flight not in (1, 2):
+            raise ConfigError(
+                "scheduler.max_steps_in_flight", f"must be 1 or 2, not {self.max_steps_in_flight}"
+            )
+        if not 0.0 < self.long_prefill_share <= 1.0:
+            raise ConfigError(
+                "scheduler.long_prefill_share", f"must be in (0, 1], not {self.long_prefill_share}"
+            )
+        if self.max_overtakes < 0:
+            raise ConfigError("scheduler.max_overtakes", f"must not be negative, not {self.max_overtakes}")
         if self.max_num_waiting < 1:
             raise ConfigError("scheduler.max_num_waiting", f"must be at least 1, not {self.max_num_waiting}")
 

@@ -1,19 +1,25 @@
-"""EngineCore: one replica's loop body: schedule, execute, update.
+"""EngineCore: one replica's loop body: schedule, execute, update, with up to two steps in flight.
 
 Called by: core_proc.py in the engine-core process, and `InprocCoreClient` for `LLM`; one thread.
-Invariant: every request that was added ends in exactly one output with a finish reason, or was aborted by its
-client. When a worker dies, `step` raises the executor's ProcessError; the replica is over then.
+
+    step()   schedule and submit N+1 | wait for N | what has come meanwhile | update with N
+    workers     ... compute N .............| compute N+1 ...
+
+Invariants: steps come back in the order of their submission. Every request that was added ends in exactly one
+output with a finish reason, or was aborted by its client. When a worker dies, `step` raises the executor's
+ProcessError; the replica is over then.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from ..shm.errors import ProcessError
-from ..workers.executor import Executor
-from ..workers.messages import ExecutorReport
+from ..workers.executor import Executor, PendingStep
+from ..workers.messages import ExecutorReport, SchedulerOutput
 from .config import EngineConfig
 from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
@@ -54,7 +60,10 @@ class EngineCore:
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             ),
             max_model_len=report.max_model_len,
+            vocab_size=report.vocab_size,
         )
+        self._max_steps_in_flight = config.scheduler.max_steps_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.report = msgspec.structs.replace(report, max_model_len=self._scheduler.max_model_len)
         """The executor's report, with max_model_len lowered to what the KV cache holds."""
         if self.report.max_model_len < report.max_model_len:
@@ -71,7 +80,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True while `step` has something to compute or to hand over."""
-        return bool(self._pending) or self._scheduler.num_unfinished_requests > 0
+        return bool(self._pending or self._in_flight) or self._scheduler.num_unfinished_requests > 0
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -123,10 +132,12 @@ class EngineCore:
             self.abort_requests([request_id])
         return outputs
 
-    def step(self) -> OutputsByClient:
-        """Compute one step, if there is anything to compute, and return all outputs by client.
+    def step(self, on_result: Callable[[], None] = lambda: None) -> OutputsByClient:
+        """Keep the workers busy, take over the oldest step in flight, and return all outputs by client.
 
-        Blocks for the length of the step, at most the executor's step timeout.
+        on_result: called when a result is there and not taken over yet: an abort that came while the step ran
+                   must win over the end that the step brings
+        Blocks for the length of a step, at most the executor's step timeout.
         Raises ProcessError when a worker died or failed, or when an earlier step did not end: scheduler and
         workers disagree then on what the KV cache holds.
         """
@@ -134,21 +145,43 @@ class EngineCore:
             raise ProcessError(
                 f"dp{self._dp_rank}", rank=self._dp_rank, detail="a step did not come to its end"
             )
-        outputs, self._pending = self._pending, {}
-        scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            assert self._scheduler.num_unfinished_requests == 0, "requests that nothing advances"
-            return outputs
+        self._expire()
+        # Until all has gone well: whatever is raised here leaves steps in flight that nobody will take over.
         self._is_lost = True
-        result = self._executor.execute_model(scheduled)
+        self._submit()
+        if self._in_flight:
+            scheduled, step = self._in_flight.popleft()
+            result = step.result()
+            on_result()
+            self._give(self._scheduler.update_from_output(scheduled, result))
         self._is_lost = False
-        for output in self._scheduler.update_from_output(scheduled, result):
-            is_finished = output.finish_reason is not None
-            client_index = (self._clients.pop if is_finished else self._clients.__getitem__)(
-                output.request_id
-            )
-            outputs.setdefault(client_index, []).append(output)
+        outputs, self._pending = self._pending, {}
         return outputs
+
+    def _submit(self) -> None:
+        """Submit steps until there are as many in flight as may be."""
+        while len(self._in_flight) < self._max_steps_in_flight:
+            scheduled = self._scheduler.schedule()
+            if scheduled is None:
+                break
+            self._in_flight.append((scheduled, self._executor.submit_model(scheduled)))
+
+    def _expire(self) -> None:
+        """End requests whose deadline has passed."""
+        deadline_at = self._scheduler.next_deadline_at
+        if deadline_at is not None and (now := self._clock()) >= deadline_at:
+            self._give(self._scheduler.expire(now))
+
+    def _give(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Put outputs where their clients get them from the next `step`."""
+        clients, pending = self._clients, self._pending
+        for output in outputs:
+            request_id = output.request_id
+            client_index = clients[request_id] if output.finish_reason is None else clients.pop(request_id)
+            if client_index in pending:
+                pending[client_index].append(output)
+            else:
+                pending[client_index] = [output]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""

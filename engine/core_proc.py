@@ -161,7 +161,7 @@ class EngineCoreLoop:
             self._take_inbox()
             if self._core.has_work and not self._is_stopping:
                 self._has_changed = True
-                self._hand_over(self._core.step())
+                self._hand_over(self._core.step(self._take_arrived))
         log.info(
             "engine core stops dp_rank=%d unfinished=%d", self._dp_rank, self._core.num_unfinished_requests
         )
@@ -174,6 +174,13 @@ class EngineCoreLoop:
                 self._handle(self._inbox.get_nowait())
             else:
                 self._handle(self._inbox.get(timeout=max(0.0, self._next_report_at() - self._clock())))
+        except Empty:
+            return
+        self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        """Handle all that has come in; never waits."""
+        try:
             while True:
                 self._handle(self._inbox.get_nowait())
         except Empty:

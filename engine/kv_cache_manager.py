@@ -4,9 +4,10 @@ Called by: Scheduler, for each request it schedules. Lives in the engine-core pr
 Invariant: a request's table holds the blocks of all its computed tokens, in order, no block twice; tables
 only grow until they are freed as a whole.
 
-A full block is published when the step that computes its last token is scheduled, so a request scheduled
-later in the same step may already hit it. That is sound because in each layer the workers write the keys
-and values of the whole step before any of its attention.
+A full block is published when the step that computes its last token is scheduled, or a little later: as soon
+as all its tokens are known, and the request asks for room again or ends. So a request scheduled later in the
+same step may already hit it. That is sound because in each layer the workers write the keys and values of the
+whole step before any of its attention, and compute the steps in their order.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ class KVCacheManager:
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
-        self._enable_prefix_caching = enable_prefix_caching
+        self.shares_prefixes = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_published: dict[str, int] = {}
@@ -50,14 +51,18 @@ class KVCacheManager:
         """Return the block table of an admitted request."""
         return [block.block_id for block in self._tables[request_id]]
 
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the blocks of an admitted request have room for."""
+        return len(self._tables[request_id]) * self.block_size
+
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """Find the longest prefix of `request` in the cache, at most all tokens but one.
 
         One token must be computed, or there would be nothing to sample from. No side effects.
         """
-        if not self._enable_prefix_caching:
+        if not self.shares_prefixes:
             return []
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         hits = []
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
             block = self._pool.get_cached_block(block_hash)
@@ -94,17 +99,25 @@ class KVCacheManager:
             self._num_published[request.request_id] = len(hits)
         new_blocks = self._pool.allocate(num_needed)
         table.extend(new_blocks)
+        request.num_slots = len(table) * self.block_size
         self._publish(request, table, num_total_tokens)
         return [block.block_id for block in new_blocks]
 
-    def free(self, request_id: str) -> None:
+    def publish(self, request: Request) -> None:
+        """Let others find all full blocks of a request that is about to end, if it holds any."""
+        table = self._tables.get(request.request_id)
+        if table is not None:
+            self._publish(request, table, request.num_computed_tokens)
+
+    def free(self, request: Request) -> None:
         """Give back all blocks of a request, the last one first: tails are evicted before their heads.
 
         A request that holds nothing is no error.
         """
-        table = self._tables.pop(request_id, None)
+        request.num_slots = 0
+        table = self._tables.pop(request.request_id, None)
         if table is not None:
-            del self._num_published[request_id]
+            del self._num_published[request.request_id]
             self._pool.free(reversed(table))
 
     def reset_prefix_cache(self) -> bool:
@@ -130,13 +143,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _publish(self, request: Request, table: list[KVCacheBlock], num_computed_after: int) -> None:
-        if not self._enable_prefix_caching:
+        if not self.shares_prefixes:
             return
         num_full = min(num_computed_after, request.num_tokens) // self.block_size
         first = self._num_published[request.request_id]
         if num_full <= first:
             return
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         for index in range(first, num_full):
             self._pool.publish(table[index], request.block_hashes[index])
         self._num_published[request.request_id] = num_full

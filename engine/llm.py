@@ -10,6 +10,7 @@ One thread at a time. Ctrl-C ends `generate` after the step under way, and this 
 dies, `generate` raises ReplicaLostError, and this LLM is of no more use.
 """
 
+import dataclasses
 import itertools
 import signal
 import sys
@@ -53,6 +54,10 @@ class LLM:
         config = make_engine_config(
             model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, device=device, **overrides
         )
+        if _is_in_process(config):
+            # A step is computed where it is submitted: to plan ahead would only waste the step after each end.
+            scheduler = dataclasses.replace(config.scheduler, max_steps_in_flight=1)
+            config = dataclasses.replace(config, scheduler=scheduler)
         executor = _create_executor(config)
         report = executor.start()
         try:
@@ -224,8 +229,12 @@ def _create_executor(config: EngineConfig) -> Executor:
         executor=config.executor,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        in_process=config.parallel.tensor_parallel_size == 1,
+        in_process=_is_in_process(config),
     )
+
+
+def _is_in_process(config: EngineConfig) -> bool:
+    return config.parallel.tensor_parallel_size == 1
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

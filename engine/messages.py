@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     """The client left, or the server stops."""
     ERROR = "error"
     """See `EngineCoreOutput.error`."""
+    TIMEOUT = "timeout"
+    """The request's deadline has passed."""
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
@@ -29,12 +31,16 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
     client_index:     which front end gets the output
     sampling_params:  with max_tokens filled in
-    eos_token_ids:    the model's end-of-sequence tokens; empty with ignore_eos
+    eos_token_ids:    the model's end-of-sequence tokens; empty with ignore_eos, unless a grammar needs them
     seed:             of the sampling noise; always set
     attempt:          0 at first; one more for each replica that was lost with the request. Outputs of an
                       older attempt are dropped
     output_token_ids: tokens made by earlier attempts; positions, min and max tokens and stops go on from there
     arrived_at:       when the front end got it
+    priority:         requests of a smaller number come first
+    cache_salt:       cached prefixes are shared only with requests of the same salt
+    group_id:         shared by the samples of one prompt: they wait for the first one's prompt, and use its blocks
+    deadline_at:      the request ends with TIMEOUT then; None: never
     """
 
     request_id: str
@@ -46,6 +52,10 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     arrived_at: float
     attempt: int = 0
     output_token_ids: list[int] = []
+    priority: int = 0
+    cache_salt: str | None = None
+    group_id: str | None = None
+    deadline_at: float | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

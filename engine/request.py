@@ -1,21 +1,32 @@
 """One request as the scheduler sees it, and the rule that says when it ends.
 
 Called by: Scheduler and KVCacheManager. Lives in the engine-core process only, in its main thread.
-Invariant: num_computed_tokens <= num_tokens, and a step brings the former closer to the latter. Whether
-a request is being prefilled follows from these counters, never from "has no output yet": a request that
-was preempted, or that lost its replica, has outputs and is prefilled again.
+
+Steps may be in flight: submitted, and not back yet. The token that such a step samples is a placeholder: it
+counts for what can be scheduled next, because the workers have it by then, but nobody here knows what it is.
+
+    token_ids            [prompt .......... | output ....... ] placeholders
+    num_computed_tokens  ------------------------------------------->|
+
+Invariant: num_computed_tokens <= num_tokens + num_placeholders. Whether a request is being prefilled follows
+from these counters, never from "has no output yet": a request that was preempted, or that lost its replica,
+has outputs and is prefilled again.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ..workers.messages import NewRequest
+from .block_hash import ExtraKey
+from .grammar.backend import Matcher
 from .messages import EngineCoreRequest, FinishReason
 
 
 class RequestStatus(StrEnum):
     """Where a request stands."""
 
+    BLOCKED = "blocked"
+    """Waits for something outside the scheduler, and steps aside in the queue: its grammar is being compiled."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -34,42 +45,69 @@ class Stop:
 class Request:
     """State of one request. Owner: the scheduler.
 
-    token_ids:            prompt tokens, then output tokens
-    num_computed_tokens:  tokens whose KV is in the cache, or is computed by the step that was scheduled last
-    num_cached_tokens:    prompt tokens that the prefix cache gave at first admission; None before it
-    block_hashes:         chained hashes of the full blocks of token_ids, as far as they were needed
+    order:               what comes first: (priority, number of arrival); the smallest is first
+    token_ids:           prompt tokens, then output tokens that are known
+    num_placeholders:    tokens that steps in flight sample
+    num_computed_tokens: tokens whose KV is in the cache, or is computed by a step that was scheduled
+    num_slots:           tokens that its blocks have room for; written by the KVCacheManager
+    num_cached_tokens:   prompt tokens that the prefix cache gave at first admission; None before it
+    max_num_tokens:      prompt and output tokens at which the request ends, whatever they are
+    extra_keys:          what its blocks depend on beside the tokens
+    block_hashes:        chained hashes of the full blocks of token_ids, as far as they were needed
+    matcher:             state of its grammar, moved by every known output token; None without one
+    num_overtaken:       admissions that passed it by while it was the oldest that waits
     """
 
     __slots__ = (
-        "_max_output_tokens",
-        "_stop_token_ids",
+        "_end_token_ids",
+        "_min_num_tokens",
         "attempt",
         "block_hashes",
         "client_index",
         "core_request",
+        "extra_keys",
+        "group_id",
         "has_reported_cached_tokens",
+        "matcher",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_overtaken",
+        "num_placeholders",
         "num_prompt_tokens",
+        "num_slots",
+        "order",
         "request_id",
         "status",
         "token_ids",
     )
 
-    def __init__(self, core_request: EngineCoreRequest) -> None:
+    def __init__(self, core_request: EngineCoreRequest, *, number: int, max_model_len: int) -> None:
+        params = core_request.sampling_params
         self.core_request = core_request
         self.request_id = core_request.request_id
         self.client_index = core_request.client_index
         self.attempt = core_request.attempt
+        self.group_id = core_request.group_id
+        self.order = (core_request.priority, number)
         self.token_ids = [*core_request.prompt_token_ids, *core_request.output_token_ids]
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
+        self.num_placeholders = 0
         self.num_computed_tokens = 0
+        self.num_slots = 0
         self.num_cached_tokens: int | None = None
         self.has_reported_cached_tokens = False
+        self.max_num_tokens = max_model_len
+        if params.max_tokens is not None:
+            self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
+        salt = core_request.cache_salt
+        self.extra_keys: tuple[ExtraKey, ...] = () if salt is None else (("salt", salt.encode()),)
         self.block_hashes: list[bytes] = []
         self.status = RequestStatus.WAITING
-        self._max_output_tokens = core_request.sampling_params.max_tokens
-        self._stop_token_ids = frozenset(core_request.sampling_params.stop_token_ids)
+        self.matcher: Matcher | None = None
+        self.num_overtaken = 0
+        self._min_num_tokens = self.num_prompt_tokens + max(1, params.min_tokens)
+        self._end_token_ids = frozenset((*core_request.eos_token_ids, *params.stop_token_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -78,13 +116,13 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens, those of earlier attempts included."""
+        """Output tokens known so far, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that must still be computed before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that the workers have, or will have by the next step, and that no step computes yet."""
+        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -92,31 +130,34 @@ class Request:
         num_uncomputed = self.num_uncomputed_tokens
         return 0 if self.num_computed_tokens > 0 and num_uncomputed <= 1 else num_uncomputed
 
-    def append_output_token(self, token_id: int) -> None:
-        """Take over a sampled token."""
-        self.token_ids.append(token_id)
+    def may_run_ahead(self, num_tokens: int) -> bool:
+        """Say whether the token after a placeholder may be scheduled. num_tokens: placeholders included.
 
-    def check_stop(self, max_model_len: int) -> Stop | None:
+        No: the token on its way is the last one, whatever it is; or a grammar must see it first.
+        """
+        return num_tokens < self.max_num_tokens and self.matcher is None
+
+    def check_stop(self) -> Stop | None:
         """Say whether the last token ends the request.
 
-        An end-of-sequence token wins over a full length. `min_tokens` holds back tokens, never lengths.
+        An end token wins over a full length. `min_tokens` holds back end tokens, never lengths, and not the end
+        of a grammar, after which nothing else may come.
         """
-        num_output_tokens = self.num_output_tokens
-        if num_output_tokens > 0 and num_output_tokens >= self.core_request.sampling_params.min_tokens:
-            last = self.token_ids[-1]
-            if last in self.core_request.eos_token_ids:
-                return Stop(finish_reason=FinishReason.STOP)
-            if last in self._stop_token_ids:
-                return Stop(finish_reason=FinishReason.STOP, stop_reason=last)
-        if self.num_tokens >= max_model_len:
-            return Stop(finish_reason=FinishReason.LENGTH)
-        if self._max_output_tokens is not None and num_output_tokens >= self._max_output_tokens:
+        num_tokens = len(self.token_ids)
+        last = self.token_ids[-1]
+        if last in self._end_token_ids and (
+            num_tokens >= self._min_num_tokens or (self.matcher is not None and self.matcher.is_finished)
+        ):
+            if num_tokens > self.num_prompt_tokens:
+                is_eos = last in self.core_request.eos_token_ids
+                return Stop(finish_reason=FinishReason.STOP, stop_reason=None if is_eos else last)
+        if num_tokens >= self.max_num_tokens:
             return Stop(finish_reason=FinishReason.LENGTH)
         return None
 
     def to_new_request(self, block_ids: list[int]) -> NewRequest:
-        """Describe the request to workers that do not hold it."""
-        stop_token_ids = {*self.core_request.eos_token_ids, *self._stop_token_ids}
+        """Describe the request to workers that do not hold it. All its tokens must be known."""
+        assert self.num_placeholders == 0
         return NewRequest(
             request_id=self.request_id,
             token_ids=list(self.token_ids),
@@ -125,5 +166,5 @@ class Request:
             block_ids=block_ids,
             sampling_params=self.core_request.sampling_params,
             seed=self.core_request.seed,
-            stop_token_ids=tuple(sorted(stop_token_ids)),
+            stop_token_ids=tuple(sorted(self._end_token_ids)),
         )

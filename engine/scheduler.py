@@ -1,60 +1,84 @@
 """Decides what the next step computes, and what its result means. Pure: no clock, no socket, no tensor.
 
-Called by: EngineCore, in the main thread of the engine-core process. `schedule()` and
-`update_from_output()` alternate; requests are added and aborted between them.
+Called by: EngineCore, in the main thread of the engine-core process. Several steps may be in flight: `schedule`
+is called again before the result of the last step is in; results come in the order of the steps. Requests are
+added and aborted at any time between two calls.
 
-There is no prefill and no decode: each request's num_computed_tokens chases its num_tokens. Chunked
-prefill, prefix hits, preemption and a second attempt on another replica are all that one rule.
+There is no prefill and no decode: each request's num_computed_tokens chases its tokens. Chunked prefill, prefix
+hits, preemption and a second attempt on another replica are all that one rule. Tokens that steps in flight
+sample are placeholders (see request.py): the workers have them, so the next step can be planned.
 
-    add_request -> WAITING -> RUNNING -> FINISHED
-                     ^           |
-                     +-PREEMPTED-+   blocks taken, tokens kept; waits at the front
+    add_request -> BLOCKED -> WAITING -> RUNNING -> FINISHED
+                                ^           |
+                                +-PREEMPTED-+   blocks taken, tokens kept; admitted again before younger ones
 
-Invariants: running requests are ordered by admission, and the victim of a preemption is the last of them,
-so no victim was scheduled in the step that preempts it. Every request fits alone in an empty cache, so the
-first running request always advances: no live-lock. num_computed_tokens moves when a step is scheduled;
-what depends on its result moves in `update_from_output`, which ignores requests that ended meanwhile.
+Invariants: running requests are sorted by their order, and the victim of a preemption is the last of them, so
+no victim was scheduled in the step that preempts it. Every request fits alone in an empty cache, so the first
+running request always advances: no live-lock. Every sampled token is taken over exactly once: each step in
+flight knows its requests themselves, not their ids, and a request that ended meanwhile takes no more.
+
+Blocks are given back at once, also when a step in flight still reads or writes them. That is sound because
+every rank computes the steps in their order: a step that is given such a block again runs after all that were
+in flight. What a step in flight writes there late is of no use to anyone, and is never published.
 """
 
+import heapq
+from bisect import insort
+from collections import deque
 from collections.abc import Iterable
+from operator import attrgetter
 
-from ..workers.messages import ModelRunnerOutput, NewRequest, RunningRequest, SchedulerOutput
+from ..workers.messages import ModelRunnerOutput, SchedulerOutput
 from .config import SchedulerConfig
+from .grammar.backend import Matcher
 from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from .request import Request, RequestStatus, Stop
+from .request import Request, RequestStatus
 from .request_queue import RequestQueue
+from .scheduler_outputs import fill_grammar_masks, make_output, refuse
 from .stats import SchedulerStats
-
-RETRY_AFTER_S = 1.0
-"""What a client is told to wait when the queue is full: about the time of a few hundred decode steps' worth
-of finished requests; no finer estimate is worth its cost."""
+from .step_plan import StepPlan
 
 WATERMARK = 0.01
 """Part of the blocks that an admission leaves free while others run: they grow in the very next steps, and
 a request admitted into the last block would be preempted at once."""
+
+_ORDER = attrgetter("order")
 
 
 class Scheduler:
     """Owner of all requests of one replica.
 
     max_model_len: longest request in tokens; lowered to what the cache holds
+    vocab_size:    of the model: the width of grammar masks
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, *, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_model_len: int,
+        vocab_size: int,
     ) -> None:
         self._config = config
         self._kv = kv_cache_manager
         # The last token of a request is never computed, so one more than the capacity would do; the plain
         # capacity keeps the sentence simple: no request is longer than the cache.
         self._max_model_len = min(max_model_len, kv_cache_manager.capacity_tokens)
+        self._vocab_size = vocab_size
         self._num_watermark_blocks = max(1, int(WATERMARK * kv_cache_manager.num_blocks))
         self._requests: dict[str, Request] = {}
-        self._waiting = RequestQueue()
+        self._waiting = RequestQueue(max_overtakes=config.max_overtakes)
         self._running: list[Request] = []
+        # The requests that sample in each step in flight, the oldest step first.
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        # The first admitted request of each group, as long as it runs.
+        self._leaders: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
         # What the workers hold and must drop: told with the next step.
         self._removed_request_ids: list[str] = []
+        self._num_arrived = 0
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
@@ -77,29 +101,59 @@ class Scheduler:
         """Requests that may be added before one is refused because the queue is full."""
         return max(0, self._config.max_num_waiting - len(self._waiting))
 
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that were scheduled and whose result is not in."""
+        return len(self._in_flight)
+
     def add_request(self, core_request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Let a request wait. Returns its only output when it ends here: refused, or nothing left to do.
 
-        A newer attempt replaces an older one; a request that is known already is ignored.
+        A newer attempt replaces an older one; a request that is known already is ignored. One with a grammar is
+        passed over until `set_matcher`.
         """
         known = self._requests.get(core_request.request_id)
         if known is not None:
             if core_request.attempt <= known.attempt:
                 return None
             self._finish(known)
-        request = Request(core_request)
-        if core_request.output_token_ids and (stop := request.check_stop(self._max_model_len)):
-            return _to_output(request, stop=stop)
+        self._num_arrived += 1
+        request = Request(core_request, number=self._num_arrived, max_model_len=self._max_model_len)
+        if core_request.output_token_ids and (stop := request.check_stop()):
+            return make_output(request, stop=stop)
         if request.num_tokens >= self._max_model_len:
-            return _refuse(
+            return refuse(
                 core_request,
                 f"a request of {request.num_tokens} tokens leaves no room for output: model and KV cache "
                 f"hold {self._max_model_len} tokens",
             )
         if len(self._waiting) >= self._config.max_num_waiting:
-            return _refuse(core_request, "too many requests are waiting", retry_after_s=RETRY_AFTER_S)
+            return refuse(core_request, "too many requests are waiting", is_full=True)
+        if core_request.sampling_params.structured_outputs is not None:
+            request.status = RequestStatus.BLOCKED
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        if core_request.deadline_at is not None:
+            heapq.heappush(self._deadlines, (core_request.deadline_at, self._num_arrived, request))
+        return None
+
+    def set_matcher(self, request_id: str, matcher: Matcher) -> EngineCoreOutput | None:
+        """Give a blocked request its grammar; it can be admitted now. Ignored when it is not blocked.
+
+        Returns its last output when the tokens of an earlier attempt do not fit the grammar, or end it.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.status is not RequestStatus.BLOCKED:
+            return None
+        output_token_ids = request.token_ids[request.num_prompt_tokens :]
+        if not matcher.accept(output_token_ids):
+            self._finish(request)
+            return refuse(request.core_request, "the output so far does not fit the grammar")
+        request.matcher = matcher
+        request.status = RequestStatus.WAITING
+        if output_token_ids and (stop := request.check_stop()):
+            self._finish(request)
+            return make_output(request, stop=stop)
         return None
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -108,6 +162,21 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request)
+
+    def expire(self, now: float) -> list[EngineCoreOutput]:
+        """End the requests whose deadline has passed. now: instant of the clock of `deadline_at`."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.status is not RequestStatus.FINISHED:
+                self._finish(request)
+                outputs.append(make_output(request, finish_reason=FinishReason.TIMEOUT))
+        return outputs
+
+    @property
+    def next_deadline_at(self) -> float | None:
+        """When `expire` has something to do next, at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     def get_request_ids(self, client_index: int | None = None) -> list[str]:
         """Name the unfinished requests, of one front end or of all."""
@@ -122,43 +191,53 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step. None when there is nothing to compute.
+        """Decide the next step. None when nothing can be computed before a step in flight is back.
 
-        Running requests come first, in order of admission; then waiting ones, unless a running one had to
-        be preempted. Rows to remove wait for the next step that computes something.
+        Running requests come first, in their order, each with at least one token; then waiting ones, unless a
+        running one had to be preempted. Rows to remove wait for the next step that computes something.
         """
-        budget = self._config.max_num_batched_tokens
-        num_scheduled: dict[str, int] = {}
-        running, num_preempted = self._schedule_running(budget, num_scheduled)
-        budget -= sum(num_scheduled.values())
-        new = [] if num_preempted else self._admit_waiting(budget, num_scheduled)
-        if not num_scheduled:
+        plan = StepPlan(budget=self._config.max_num_batched_tokens)
+        if not self._schedule_running(plan):
+            self._admit_waiting(plan)
+        if not plan.num_scheduled_tokens:
             return None
         self._num_steps += 1
+        self._in_flight.append((self._num_steps, plan.sampling))
         removed, self._removed_request_ids = self._removed_request_ids, []
         return SchedulerOutput(
             step=self._num_steps,
-            new_requests=new,
-            running_requests=running,
-            num_scheduled_tokens=num_scheduled,
+            new_requests=plan.new_requests,
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            num_computed_tokens=plan.num_computed_tokens,
+            new_block_ids=plan.new_block_ids,
             removed_request_ids=removed,
+            grammar_masks=fill_grammar_masks(plan.sampling, self._vocab_size) if plan.has_grammar else None,
         )
 
     def update_from_output(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Take over what a step sampled. Returns the outputs of the requests that got a token."""
-        assert output.step == scheduled.step, "the result of another step"
+        """Take over what the oldest step in flight sampled. Returns the outputs of the requests that got a token."""
+        step, sampling = self._in_flight.popleft()
+        assert output.step == scheduled.step == step, "the result of another step"
+        assert len(output.sampled_token_ids) == len(sampling), "scheduler and workers disagree on who samples"
         outputs = []
-        for request_id, token_id in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            request = self._requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+        for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
+            # Ended while the step was in flight: stopped, aborted, expired, or replaced by a newer attempt.
+            if request.status is RequestStatus.FINISHED:
                 continue
-            request.append_output_token(token_id)
+            # A request that was preempted meanwhile takes its token like any other: it is a valid sample.
+            request.num_placeholders -= 1
+            if request.matcher is not None and not request.matcher.accept((token_id,)):
+                self._finish(request)
+                outputs.append(refuse(request.core_request, "the output left its grammar", is_invalid=False))
+                continue
+            request.token_ids.append(token_id)
             self._num_output_tokens_total += 1
-            stop = request.check_stop(self._max_model_len)
-            outputs.append(_to_output(request, new_token_ids=[token_id], stop=stop))
+            stop = request.check_stop()
+            outputs.append(make_output(request, new_token_ids=[token_id], stop=stop))
             if stop is not None:
+                self._kv.publish(request)
                 self._finish(request)
         return outputs
 
@@ -190,82 +269,106 @@ class Scheduler:
         waiting_ids = [request.request_id for request in self._waiting]
         assert len(running_ids) <= self._config.max_num_seqs
         assert sorted(running_ids + waiting_ids) == sorted(self._requests)
+        assert self._running == sorted(self._running, key=_ORDER)
+        assert all(leader.status is RequestStatus.RUNNING for leader in self._leaders.values())
+        in_flight = [id(request) for _, sampling in self._in_flight for request in sampling]
+        for request in self._requests.values():
+            assert request.num_placeholders == in_flight.count(id(request))
+            assert request.num_tokens + request.num_placeholders <= request.max_num_tokens
         for request in self._running:
             assert request.status is RequestStatus.RUNNING
-            assert 0 < request.num_computed_tokens <= request.num_tokens < self._max_model_len
-            num_slots = len(self._kv.get_block_ids(request.request_id)) * self._kv.block_size
-            assert request.num_computed_tokens <= num_slots
+            assert 0 < request.num_computed_tokens <= request.num_tokens + request.num_placeholders
+            assert request.num_computed_tokens <= request.num_slots
+            assert self._kv.num_slots(request.request_id) == request.num_slots
         for request in self._waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.status in (RequestStatus.BLOCKED, RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request.num_computed_tokens == 0
 
-    def _schedule_running(
-        self, budget: int, num_scheduled: dict[str, int]
-    ) -> tuple[list[RunningRequest], int]:
-        """Advance the running requests; preempt from the end where blocks are missing."""
-        scheduled: list[RunningRequest] = []
-        num_preempted = 0
+    def _schedule_running(self, plan: StepPlan) -> bool:
+        """Advance the running requests; preempt from the end where blocks are missing. True when that happened."""
+        running = self._running
+        num_preemptions_before = self._num_preemptions
         index = 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
+        # Grows no more, and shrinks from its end only.
+        while index < len(running):
+            request = running[index]
             index += 1
-            num_new_tokens = min(request.num_uncomputed_tokens, budget)
-            if num_new_tokens == 0:
+            num_tokens = len(request.token_ids) + request.num_placeholders
+            computed = request.num_computed_tokens
+            num_new_tokens = num_tokens - computed
+            if num_new_tokens == 0 or (request.num_placeholders and not request.may_run_ahead(num_tokens)):
                 continue
-            new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
-            while new_block_ids is None:
-                victim = self._running[-1]
-                self._preempt(victim)
-                num_preempted += 1
-                if victim is request:
-                    return scheduled, num_preempted
+            if num_new_tokens > 1:
+                # One token is left for each request that comes after: nobody who decodes misses a step.
+                room = plan.budget - (len(running) - index)
+                num_new_tokens = min(num_new_tokens, room, self._prefill_limit(request))
+            if num_new_tokens > 1 or computed + 1 > request.num_slots:
                 new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
-            scheduled.append(RunningRequest(request.request_id, request.num_computed_tokens, new_block_ids))
-            self._advance(request, num_new_tokens, num_scheduled)
-            budget -= num_new_tokens
-        return scheduled, num_preempted
+                while new_block_ids is None:
+                    victim = running[-1]
+                    self._preempt(victim)
+                    if victim is request:
+                        return True
+                    new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
+                if new_block_ids:
+                    plan.new_block_ids[request.request_id] = new_block_ids
+            if num_new_tokens > 1:
+                self._num_prefill_tokens_total += num_new_tokens
+            plan.add(request, num_new_tokens, samples=computed + num_new_tokens == num_tokens)
+        return self._num_preemptions > num_preemptions_before
 
-    def _admit_waiting(self, budget: int, num_scheduled: dict[str, int]) -> list[NewRequest]:
-        """Admit waiting requests in order while sequences, tokens and blocks last."""
-        admitted: list[NewRequest] = []
-        while budget > 0 and len(self._running) < self._config.max_num_seqs:
-            request = self._waiting.peek()
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting requests in their order while sequences, tokens and blocks last."""
+        while plan.budget > 0 and len(self._running) < self._config.max_num_seqs:
+            request = self._waiting.peek(self._can_be_admitted)
             if request is None:
                 break
             hits = self._kv.get_computed_blocks(request)
             num_spare_blocks = self._num_watermark_blocks if self._running else 0
             if not self._kv.has_room_for(request, hits, num_spare_blocks):
                 break
-            self._waiting.pop()
+            self._waiting.admit(request)
             request.num_computed_tokens = len(hits) * self._kv.block_size
             self._prefix_queried_tokens += request.num_tokens
             self._prefix_hit_tokens += request.num_computed_tokens
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            num_new_tokens = min(request.num_uncomputed_tokens, budget)
+            num_new_tokens = min(request.num_uncomputed_tokens, plan.budget, self._prefill_limit(request))
             new_block_ids = self._kv.allocate_slots(request, num_new_tokens, hits)
             assert new_block_ids is not None, "has_room_for said so"
             request.status = RequestStatus.RUNNING
-            self._running.append(request)
-            admitted.append(request.to_new_request(self._kv.get_block_ids(request.request_id)))
-            self._advance(request, num_new_tokens, num_scheduled)
-            budget -= num_new_tokens
-        return admitted
+            insort(self._running, request, key=_ORDER)
+            if request.group_id is not None:
+                self._leaders.setdefault(request.group_id, request)
+            self._num_prefill_tokens_total += num_new_tokens
+            plan.new_requests.append(request.to_new_request(self._kv.get_block_ids(request.request_id)))
+            plan.add(request, num_new_tokens, samples=num_new_tokens == request.num_uncomputed_tokens)
 
-    def _advance(self, request: Request, num_new_tokens: int, num_scheduled: dict[str, int]) -> None:
-        self._num_prefill_tokens_total += min(num_new_tokens, request.num_prefill_tokens)
-        num_scheduled[request.request_id] = num_new_tokens
-        request.num_computed_tokens += num_new_tokens
+    def _can_be_admitted(self, request: Request) -> bool:
+        if request.status is RequestStatus.BLOCKED or request.num_placeholders:
+            # A token on its way would be missing among those that the workers are told.
+            return False
+        leader = self._leaders.get(request.group_id) if request.group_id is not None else None
+        # Siblings share the leader's blocks, which are there once its prompt is computed.
+        return leader is None or not self._kv.shares_prefixes or leader.num_prefill_tokens == 0
+
+    def _prefill_limit(self, request: Request) -> int:
+        """Return how many prompt tokens a request may compute in one step: a share while other prompts wait."""
+        budget = self._config.max_num_batched_tokens
+        if len(self._waiting) or any(
+            other.num_prefill_tokens > 0 and other is not request for other in self._running
+        ):
+            return max(1, int(budget * self._config.long_prefill_share))
+        return budget
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of the last running request; its tokens stay, and it is next to be admitted."""
+        """Take the blocks of the last running request; its tokens stay, those on their way too."""
         popped = self._running.pop()
         assert popped is request
-        self._kv.free(request.request_id)
+        self._release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
-        self._waiting.prepend(request)
-        self._removed_request_ids.append(request.request_id)
+        self._waiting.put_back(request)
         self._num_preemptions += 1
 
     def _finish(self, request: Request) -> None:
@@ -273,38 +376,14 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self._kv.free(request.request_id)
-            self._removed_request_ids.append(request.request_id)
+            self._release(request)
         else:
             self._waiting.remove(request.request_id)
         request.status = RequestStatus.FINISHED
 
-
-def _to_output(
-    request: Request, *, new_token_ids: list[int] | None = None, stop: Stop | None
-) -> EngineCoreOutput:
-    num_cached_tokens = 0
-    if not request.has_reported_cached_tokens:
-        request.has_reported_cached_tokens = True
-        num_cached_tokens = request.num_cached_tokens or 0
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        new_token_ids=new_token_ids or [],
-        finish_reason=stop.finish_reason if stop else None,
-        stop_reason=stop.stop_reason if stop else None,
-        num_cached_tokens=num_cached_tokens,
-    )
-
-
-def _refuse(
-    request: EngineCoreRequest, error: str, *, retry_after_s: float | None = None
-) -> EngineCoreOutput:
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        finish_reason=FinishReason.ERROR,
-        error=error,
-        is_invalid=retry_after_s is None,
-        retry_after_s=retry_after_s,
-    )
+    def _release(self, request: Request) -> None:
+        """Give back what a running request holds, here and on the workers."""
+        self._kv.free(request)
+        self._removed_request_ids.append(request.request_id)
+        if request.group_id is not None and self._leaders.get(request.group_id) is request:
+            del self._leaders[request.group_id]

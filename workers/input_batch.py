@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from .forward_context import StepRows
-from .messages import NewRequest, RunningRequest, SchedulerOutput
+from .messages import NewRequest, SchedulerOutput
 from .sampler import SamplingBatch
 
 Ints = npt.NDArray[np.int64]
@@ -87,8 +87,15 @@ class InputBatch:
                 heapq.heappush(self._free_rows, row)
         for new in scheduler_output.new_requests:
             self._add(new)
-        for running in scheduler_output.running_requests:
-            self._extend(running)
+        for request_id, block_ids in scheduler_output.new_block_ids.items():
+            self._extend(request_id, block_ids)
+        rows = [self._row_of(request_id) for request_id in scheduler_output.num_scheduled_tokens]
+        expected = np.array(scheduler_output.num_computed_tokens, dtype=np.int64)
+        if len(expected) != len(rows) or (self._num_computed[rows] != expected).any():
+            raise RuntimeError(
+                f"the scheduler counts computed tokens as {scheduler_output.num_computed_tokens}, and they are "
+                f"{self._num_computed[rows].tolist()} here"
+            )
 
     def build_step(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
         """Lay the step's tokens side by side. Raises RuntimeError when a row has not that many tokens."""
@@ -190,18 +197,13 @@ class InputBatch:
             self._banned[row] = np.array(banned, dtype=np.int64)
         self._cached_rows = None
 
-    def _extend(self, running: RunningRequest) -> None:
-        row = self._row_of(running.request_id)
-        if self._num_computed[row] != running.num_computed_tokens:
-            raise RuntimeError(
-                f"request {running.request_id} has {self._num_computed[row]} computed tokens here, and "
-                f"{running.num_computed_tokens} in the scheduler"
-            )
+    def _extend(self, request_id: str, block_ids: list[int]) -> None:
+        row = self._row_of(request_id)
         start = int(self._num_blocks[row])
-        stop = start + len(running.new_block_ids)
+        stop = start + len(block_ids)
         if stop > self._blocks.shape[1]:
-            raise RuntimeError(f"request {running.request_id} with {stop} blocks is longer than a row")
-        self._blocks[row, start:stop] = running.new_block_ids
+            raise RuntimeError(f"request {request_id} with {stop} blocks is longer than a row")
+        self._blocks[row, start:stop] = block_ids
         self._num_blocks[row] = stop
 
     def _row_of(self, request_id: str) -> int:

@@ -5,7 +5,9 @@ the executor carries both. They live with the callee, so that the engine depends
 the other way round. All are msgspec values: they cross process borders as msgpack and are never changed.
 
 New requests travel whole, running ones as differences: the workers keep each request's tokens and block
-table in their own rows, and append the tokens that they sampled themselves.
+table in their own rows, and append the tokens that they sampled themselves. So a step can be sent before the
+one ahead of it is back: its tokens are where they are needed. In the steady state a running request costs a
+step one entry of a dictionary and one of a list, and no object.
 """
 
 import msgspec
@@ -34,34 +36,41 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class RunningRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the workers hold: only what has changed.
+class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens the grammars of some requests allow next.
 
-    num_computed_tokens: as the scheduler counts before this step; the worker's own count must agree
-    new_block_ids:       blocks added in this step, in order
+    request_ids: requests of the step that sample in it and have a grammar; all others are free
+    bits:        [len(request_ids), ceil(vocab_size / 32)] little-endian uint32 words; bit j of word i allows
+                 token 32 * i + j
     """
 
-    request_id: str
-    num_computed_tokens: int
-    new_block_ids: list[int]
+    request_ids: list[str]
+    bits: bytes
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step computes.
 
-    num_scheduled_tokens: tokens to compute for each request of this step; every id is also in `new_requests`
-                          or in `running_requests`, and every value is positive
+    num_scheduled_tokens: tokens to compute for each request of this step, running ones first; every value is
+                          positive. A request that is not in `new_requests` is held by the workers
+    num_computed_tokens:  parallel to it: tokens computed before this step, as the scheduler counts; the worker's
+                          own count must agree
+    new_block_ids:        blocks added in this step, in order, for those held requests that grew
     removed_request_ids:  rows to drop before anything else: finished, aborted and preempted requests
+    grammar_masks:        applied before anything else touches the logits
 
     A request samples one token in this step exactly when its computed and scheduled tokens together reach
-    the tokens known of it; a prompt chunk before the last one samples nothing.
+    the tokens known of it; a prompt chunk before the last one samples nothing. A request that is removed and
+    new in one step starts afresh.
     """
 
     step: int
     new_requests: list[NewRequest]
-    running_requests: list[RunningRequest]
     num_scheduled_tokens: dict[str, int]
+    num_computed_tokens: list[int]
     removed_request_ids: list[str]
+    new_block_ids: dict[str, list[int]] = {}
+    grammar_masks: GrammarMasks | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -70,7 +79,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step sampled: parallel lists, only the requests that sampled, in any order."""
+    """What one step sampled: parallel lists, only the requests that sampled, in the order of the step."""
 
     step: int
     request_ids: list[str]

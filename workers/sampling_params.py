@@ -9,6 +9,8 @@ import msgspec
 from ..shm.errors import ServingError
 
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR_CHARACTERS = 1 << 18
+MAX_SAMPLES = 128
 MIN_TEMPERATURE = 0.01
 """A temperature between 0 and this is raised to it: below, probabilities overflow without being greedy."""
 
@@ -20,6 +22,43 @@ class SamplingParamsError(ServingError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form that an output must have. Exactly one field is set.
+
+    choice:      one of these texts
+    json:        JSON that fits this schema, given as JSON text
+    json_object: any JSON object
+    regex:       a text that this regular expression matches as a whole
+    grammar:     a text of this grammar, in llguidance's dialect of Lark
+
+    Raises SamplingParamsError. Whether the engine can honour it is known when it is compiled.
+    """
+
+    choice: tuple[str, ...] | None = None
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.choice is not None:
+            _require(not isinstance(self.choice, str), "structured_outputs.choice", "must be a list of texts")
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        _require(len(given) == 1, "structured_outputs", f"must have exactly one form, not {len(given)}")
+        (name,) = given
+        field = f"structured_outputs.{name}"
+        if name == "json_object":
+            return
+        texts = self.choice if self.choice is not None else (getattr(self, name),)
+        _require(len(texts) > 0, field, "must not be empty")
+        for text in texts:
+            _require(isinstance(text, str) and text != "", field, "must be text, and not empty")
+            _require("\0" not in text, field, "must not hold NUL")
+        size = sum(len(text) for text in texts)
+        _require(size <= MAX_GRAMMAR_CHARACTERS, field, f"must not be longer than {MAX_GRAMMAR_CHARACTERS}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tokens that end the output, beside the model's own
     ignore_eos:     do not end at the model's end-of-sequence tokens
     skip_special_tokens, include_stop_str_in_output, detokenize: what the text shows
+    n:              outputs for one prompt; number i draws with seed + i
+    structured_outputs: the form that the output must have
 
     Raises SamplingParamsError, naming the field.
     """
@@ -51,6 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    n: int = 1
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
@@ -74,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
         _require(self.detokenize or not stop, "stop", "needs detokenize")
+        _check_int("n", self.n, 1, MAX_SAMPLES)
+        _require(self.n == 1 or self.temperature > 0.0, "n", "must be 1 when temperature is 0")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", MIN_TEMPERATURE)
 

@@ -73,8 +73,9 @@ def test_a_stop_ends_every_request_with_an_output():
         ("a", FinishReason.ABORT),
         ("b", FinishReason.ABORT),
     ]
-    assert not core.has_work
     assert core.stats().kv_usage == 0.0
+    # The step in flight comes back, and makes nothing.
+    assert run(core) == {}
 
 
 def test_a_request_that_is_known_stays_as_it_is():
@@ -132,3 +133,65 @@ def test_after_a_step_that_did_not_end_nothing_is_computed_any_more():
     with pytest.raises(ProcessError, match="did not come to its end"):
         core.step()
     assert executor.num_steps == 1
+
+
+class HeldStep:
+    def __init__(self, output, log):
+        self._output = output
+        self._log = log
+
+    def result(self):
+        self._log.append(("took", self._output.step))
+        return self._output
+
+
+class LoggingExecutor(FakeExecutor):
+    """Says when steps are submitted and awaited."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def submit_model(self, scheduler_output):
+        self.log.append(("submitted", scheduler_output.step))
+        return HeldStep(self.execute_model(scheduler_output), self.log)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_step_is_submitted_before_the_last_one_is_awaited(depth):
+    executor = LoggingExecutor()
+    core = EngineCore(make_engine_config(max_steps_in_flight=depth), executor, executor.start())
+    core.add_request(make_request("a", max_tokens=3))
+
+    outputs = run(core)[0]
+
+    assert [output.new_token_ids[0] for output in outputs] == simulate(make_request("a", max_tokens=3))
+    submitted_then_took = [event for step in (1, 2, 3) for event in (("submitted", step), ("took", step))]
+    if depth == 2:
+        submitted_then_took[1:5] = [("submitted", 2), ("took", 1), ("submitted", 3), ("took", 2)]
+    assert executor.log == submitted_then_took
+
+
+def test_an_abort_that_comes_while_the_last_step_runs_wins_over_its_end():
+    core, _ = make_core()
+    core.add_request(make_request("a", max_tokens=1))
+
+    outputs = core.step(on_result=lambda: core.abort_requests(["a"]))
+
+    assert outputs == {}
+    assert core.stats().kv_usage == 0.0
+
+
+def test_a_request_ends_when_its_deadline_has_passed():
+    now = [0.0]
+    executor = FakeExecutor()
+    core = EngineCore(make_engine_config(max_num_seqs=1), executor, executor.start(), clock=lambda: now[0])
+    core.add_request(make_request("a", max_tokens=50))
+    core.add_request(make_request("b", max_tokens=50, deadline_at=5.0))
+    core.step()
+
+    now[0] = 5.0
+    outputs = core.step()[0]
+
+    assert [output.finish_reason for output in outputs if output.request_id == "b"] == [FinishReason.TIMEOUT]
+    assert core.num_unfinished_requests == 1

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from phalanx.engine.block_hash import ROOT_HASH, hash_block
 from phalanx.engine.kv_cache_manager import KVCacheManager
-from phalanx.engine.request import Request
-from support.engine import make_request
+from support.engine import make_state
 
 
 def make_manager(num_blocks=16, block_size=4, enable_prefix_caching=True):
@@ -22,13 +21,14 @@ def admit(manager, request):
 
 
 def make(request_id, tokens):
-    return Request(make_request(request_id, prompt_token_ids=tokens))
+    return make_state(request_id, prompt_token_ids=tokens)
 
 
 def test_a_refusal_changes_nothing():
     manager = make_manager(num_blocks=4)
-    admit(manager, make("a", list(range(8))))
-    manager.free("a")
+    a = make("a", list(range(8)))
+    admit(manager, a)
+    manager.free(a)
     request = make("b", [*range(8), *range(20, 30)])
     hits = manager.get_computed_blocks(request)
     request.num_computed_tokens = len(hits) * 4
@@ -44,9 +44,10 @@ def test_a_refusal_changes_nothing():
 
 def test_a_hit_that_is_free_counts_as_needed():
     manager = make_manager(num_blocks=4)
-    admit(manager, make("a", list(range(4))))
+    a = make("a", list(range(4)))
+    admit(manager, a)
     admit(manager, make("b", list(range(50, 58))))
-    manager.free("a")
+    manager.free(a)
     request = make("c", list(range(8)))
 
     assert admit(manager, request) is None
@@ -54,8 +55,9 @@ def test_a_hit_that_is_free_counts_as_needed():
 
 def test_tails_are_evicted_before_heads():
     manager = make_manager(num_blocks=4)
-    admit(manager, make("a", list(range(12))))
-    manager.free("a")
+    a = make("a", list(range(12)))
+    admit(manager, a)
+    manager.free(a)
 
     admit(manager, make("b", [90, 91, 92, 93]))
 
@@ -71,10 +73,11 @@ def test_without_prefix_caching_nothing_is_found():
 
 def test_a_reset_tells_the_truth():
     manager = make_manager()
-    admit(manager, make("a", list(range(12))))
+    a = make("a", list(range(12)))
+    admit(manager, a)
 
     assert not manager.reset_prefix_cache()
-    manager.free("a")
+    manager.free(a)
     assert manager.reset_prefix_cache()
     assert manager.get_computed_blocks(make("b", list(range(12)))) == []
 
@@ -115,7 +118,7 @@ def test_a_hit_is_always_a_prefix_that_was_computed(requests, block_size):
             assert prefix in computed
             assert contents[block.block_id] == prefix
         if admit(manager, request) is not None:
-            live.append(request.request_id)
+            live.append(request)
             for number, block_id in enumerate(manager.get_block_ids(request.request_id)):
                 prefix = tuple(tokens[: (number + 1) * block_size])
                 if number >= len(hits):
@@ -125,7 +128,7 @@ def test_a_hit_is_always_a_prefix_that_was_computed(requests, block_size):
         if frees_oldest and live:
             manager.free(live.pop(0))
         manager.check_invariants()
-    for request_id in live:
-        manager.free(request_id)
+    for request in live:
+        manager.free(request)
     assert manager.num_free_blocks == 11
     assert manager.usage == 0.0

@@ -1,10 +1,13 @@
 """Builders for the engine's tests, and a model so simple that its output can be computed by hand."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from phalanx.engine.config import EngineConfig, SchedulerConfig
 from phalanx.engine.kv_cache_manager import KVCacheManager
 from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest
+from phalanx.engine.request import Request
 from phalanx.engine.scheduler import Scheduler
 from phalanx.workers.config import CacheConfig, ModelConfig
 from phalanx.workers.messages import (
@@ -36,6 +39,10 @@ def make_request(
     eos_token_ids: tuple[int, ...] = (),
     attempt: int = 0,
     output_token_ids: list[int] | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    group_id: str | None = None,
+    deadline_at: float | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     if prompt_token_ids is None:
@@ -50,7 +57,18 @@ def make_request(
         arrived_at=0.0,
         attempt=attempt,
         output_token_ids=output_token_ids or [],
+        priority=priority,
+        cache_salt=cache_salt,
+        group_id=group_id,
+        deadline_at=deadline_at,
     )
+
+
+def make_state(
+    request_id: str = "r0", *, number: int = 0, max_model_len: int = 1024, **fields: Any
+) -> Request:
+    """A request as the scheduler holds it."""
+    return Request(make_request(request_id, **fields), number=number, max_model_len=max_model_len)
 
 
 def make_scheduler(
@@ -59,13 +77,14 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     max_model_len: int = 1024,
-    **config: int,
+    **config: float,
 ) -> tuple[Scheduler, KVCacheManager]:
     kv_cache_manager = KVCacheManager(
         num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
     )
-    section = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
-    return Scheduler(section, kv_cache_manager, max_model_len=max_model_len), kv_cache_manager
+    section = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})  # type: ignore[arg-type]
+    scheduler = Scheduler(section, kv_cache_manager, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
+    return scheduler, kv_cache_manager
 
 
 def make_report(*, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 1024) -> ExecutorReport:
@@ -121,12 +140,12 @@ class FakeModelRunner:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = (list(new.token_ids), list(new.block_ids))
             self.num_computed[new.request_id] = new.num_computed_tokens
-        for running in scheduled.running_requests:
-            assert self.num_computed[running.request_id] == running.num_computed_tokens
-            self.rows[running.request_id][1].extend(running.new_block_ids)
-        changed = [new.request_id for new in scheduled.new_requests]
-        changed += [running.request_id for running in scheduled.running_requests]
-        assert sorted(changed) == sorted(scheduled.num_scheduled_tokens)
+        for request_id, block_ids in scheduled.new_block_ids.items():
+            self.rows[request_id][1].extend(block_ids)
+        held = [self.num_computed[request_id] for request_id in scheduled.num_scheduled_tokens]
+        assert held == scheduled.num_computed_tokens
+        assert {new.request_id for new in scheduled.new_requests} <= scheduled.num_scheduled_tokens.keys()
+        assert scheduled.new_block_ids.keys() <= scheduled.num_scheduled_tokens.keys()
 
         for request_id, count in scheduled.num_scheduled_tokens.items():
             assert count > 0
@@ -171,20 +190,48 @@ def simulate(
     return tokens[len(request.prompt_token_ids) :]
 
 
+class Pipeline:
+    """Steps in flight without threads: a step is computed when it is submitted, and its result is held back."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeModelRunner, *, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.depth = depth
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps: list[SchedulerOutput] = []
+
+    def submit(self) -> None:
+        """Submit as many steps as may be in flight."""
+        while len(self.in_flight) < self.depth:
+            scheduled = self.scheduler.schedule()
+            self.scheduler.check_invariants()
+            if scheduled is None:
+                return
+            self.steps.append(scheduled)
+            self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+
+    def take(self) -> list[EngineCoreOutput]:
+        """Take over the oldest result."""
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.scheduler.check_invariants()
+        return outputs
+
+
 def run_to_end(
     scheduler: Scheduler,
     runner: FakeModelRunner,
     *,
     after_step: Callable[[], None] = lambda: None,
     max_steps: int = 10_000,
+    depth: int = 1,
 ) -> list[EngineCoreOutput]:
+    pipeline = Pipeline(scheduler, runner, depth=depth)
     outputs: list[EngineCoreOutput] = []
     for _ in range(max_steps):
-        scheduled = scheduler.schedule()
-        if scheduled is None:
+        pipeline.submit()
+        if not pipeline.in_flight:
             return outputs
-        outputs += scheduler.update_from_output(scheduled, runner.execute(scheduled))
-        scheduler.check_invariants()
+        outputs += pipeline.take()
         after_step()
     raise AssertionError("the scheduler did not come to an end")
 

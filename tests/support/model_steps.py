@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from phalanx.workers.config import CacheConfig, DType, LoadFormat, ModelConfig, ParallelConfig
-from phalanx.workers.messages import ModelRunnerOutput, NewRequest, RunningRequest, SchedulerOutput
+from phalanx.workers.messages import ModelRunnerOutput, NewRequest, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.worker import Worker
 from phalanx.workers.worker_config import WorkerConfig
@@ -141,7 +141,8 @@ class StepDriver:
         if num_tokens is None:
             num_tokens = {name: len(one.token_ids) - one.num_computed for name, one in self.held.items()}
         new_ids = {request.request_id for request in new}
-        running = []
+        grown = {}
+        num_computed = [self.held[request_id].num_computed for request_id in num_tokens]
         for request_id, count in num_tokens.items():
             one = self.held[request_id]
             added = []
@@ -149,15 +150,16 @@ class StepDriver:
                 added.append(self._take_block())
             one.num_blocks += len(added)
             self.blocks[request_id] += added
-            if request_id not in new_ids:
-                running.append(RunningRequest(request_id, one.num_computed, added))
+            if added and request_id not in new_ids:
+                grown[request_id] = added
         self.step += 1
         output = self.worker.execute_model(
             SchedulerOutput(
                 step=self.step,
                 new_requests=new,
-                running_requests=running,
                 num_scheduled_tokens=num_tokens,
+                num_computed_tokens=num_computed,
+                new_block_ids=grown,
                 removed_request_ids=removed,
             )
         )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from phalanx.workers.input_batch import InputBatch
-from phalanx.workers.messages import NewRequest, RunningRequest, SchedulerOutput
+from phalanx.workers.messages import NewRequest, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 
 
@@ -32,15 +32,17 @@ def update(
     batch: InputBatch,
     *,
     added: list[NewRequest] | None = None,
-    running: list[RunningRequest] | None = None,
+    grown: dict[str, list[int]] | None = None,
+    computed: dict[str, int] | None = None,
     removed: list[str] | None = None,
 ) -> None:
     batch.update(
         SchedulerOutput(
             step=1,
             new_requests=added or [],
-            running_requests=running or [],
-            num_scheduled_tokens={},
+            num_scheduled_tokens=dict.fromkeys(computed or {}, 1),
+            num_computed_tokens=list((computed or {}).values()),
+            new_block_ids=grown or {},
             removed_request_ids=removed or [],
         )
     )
@@ -70,7 +72,7 @@ def test_sampled_tokens_are_the_next_steps_input() -> None:
     assert batch.sampling_batch(step).positions.tolist() == [0]
     batch.finish_step(step, np.array([42]))
 
-    update(batch, running=[RunningRequest("a", 4, [9])])
+    update(batch, grown={"a": [9]}, computed={"a": 4})
     step = batch.build_step({"a": 1})
 
     assert (step.token_ids.tolist(), step.positions.tolist()) == ([42], [4])
@@ -132,4 +134,8 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="not held here"):
         batch.build_step({"b": 1})
     with pytest.raises(RuntimeError, match="longer than a row"):
-        update(batch, running=[RunningRequest("a", 0, list(range(2, 12)))])
+        update(batch, grown={"a": list(range(2, 12))})
+    with pytest.raises(RuntimeError, match="computed tokens"):
+        update(batch, computed={"a": 1})
+    with pytest.raises(RuntimeError, match="not held here"):
+        update(batch, computed={"b": 0})

@@ -51,8 +51,8 @@ def one_step(token_ids: list[int], step: int = 1) -> SchedulerOutput:
     return SchedulerOutput(
         step=step,
         new_requests=[request],
-        running_requests=[],
         num_scheduled_tokens={"a": len(token_ids)},
+        num_computed_tokens=[0],
         removed_request_ids=[],
     )
 

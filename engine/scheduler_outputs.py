@@ -1,0 +1,62 @@
+"""What the scheduler says: outputs of requests, and the masks of their grammars. Pure.
+
+Called by: Scheduler.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..workers.messages import GrammarMasks
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .request import Request, Stop
+
+RETRY_AFTER_S = 1.0
+"""What a client is told to wait when the queue is full: about the time of a few hundred decode steps' worth
+of finished requests; no finer estimate is worth its cost."""
+
+
+def make_output(
+    request: Request,
+    *,
+    new_token_ids: list[int] | None = None,
+    stop: Stop | None = None,
+    finish_reason: FinishReason | None = None,
+) -> EngineCoreOutput:
+    """Say what a request got, and whether it ended: by a `stop`, or otherwise with `finish_reason`."""
+    num_cached_tokens = 0
+    if not request.has_reported_cached_tokens:
+        request.has_reported_cached_tokens = True
+        num_cached_tokens = request.num_cached_tokens or 0
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        new_token_ids=new_token_ids or [],
+        finish_reason=stop.finish_reason if stop else finish_reason,
+        stop_reason=stop.stop_reason if stop else None,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def refuse(
+    request: EngineCoreRequest, error: str, *, is_full: bool = False, is_invalid: bool = True
+) -> EngineCoreOutput:
+    """End a request with an error. is_full: it may come back; is_invalid: the client's fault."""
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        finish_reason=FinishReason.ERROR,
+        error=error,
+        is_invalid=is_invalid and not is_full,
+        retry_after_s=RETRY_AFTER_S if is_full else None,
+    )
+
+
+def fill_grammar_masks(sampling: Sequence[Request], vocab_size: int) -> GrammarMasks:
+    """Ask the matchers of a step what may come next. All tokens of their requests are known."""
+    constrained = [request for request in sampling if request.matcher is not None]
+    words = np.zeros((len(constrained), -(-vocab_size // 32)), dtype=np.uint32)
+    for row, request in zip(words, constrained, strict=True):
+        assert request.matcher is not None
+        request.matcher.fill(row)
+    return GrammarMasks(request_ids=[request.request_id for request in constrained], bits=words.tobytes())
