@@ -33,6 +33,8 @@ from .ordering import CACHE_LINE_BYTES, WORD_BYTES, Futex, map_words
 from .segment import SharedSegment
 
 MAX_RANKS = 64
+SLOT_BYTES = 1 << 20
+"""Of an arena of ranks: the longest piece of a message. Two slots of all ranks fit the cache that the cores share."""
 WAIT_SLICE_S = 0.25
 """Longest sleep before a wait looks at its peer again."""
 

@@ -21,8 +21,6 @@ import torch
 from ..shm.collective_arena import Collective, CollectiveArena
 from ..shm.segment import SharedSegment
 
-SLOT_BYTES = 1 << 20
-"""The longest piece. Two slots of all ranks should stay in the cache that the cores share."""
 MAX_SUMMED_BY_ALL_BYTES = 256 << 10
 """From three ranks on, the longest piece that is summed by every rank for itself."""
 _MAX_CACHED_VIEWS = 256

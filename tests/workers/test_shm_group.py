@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.shm import collective_arena
 from phalanx.shm.collective_arena import create_arena
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
 from phalanx.workers import shm_group
@@ -89,7 +90,7 @@ def test_messages_of_any_length_are_summed(size: int, num_bytes: int) -> None:
     results = on_ranks(
         size,
         lambda group: group.all_reduce(values(group.rank, shape, torch.float32)),
-        slot_bytes=shm_group.SLOT_BYTES,
+        slot_bytes=collective_arena.SLOT_BYTES,
     )
 
     assert_all_equal(results, summed_in_order(size, shape, torch.float32))
