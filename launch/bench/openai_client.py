@@ -70,10 +70,13 @@ class _Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
+_NO_ERROR = msgspec.Raw(b"null")
+
+
 class _Chunk(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NO_ERROR
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -159,7 +162,7 @@ class OpenAIClient:
             record.error = "the stream ended early"
 
     def _take(self, chunk: _Chunk, at: float, record: RequestRecord) -> None:
-        if chunk.error is not None:
+        if bytes(chunk.error) != b"null":
             record.error = f"error event: {_error_kind(chunk.error)}"
         if chunk.usage is not None:
             record.num_prompt_tokens = chunk.usage.prompt_tokens

@@ -158,8 +158,10 @@ async def send_all(
     bodies = [client.encode(request) for request in requests]
     places = asyncio.Semaphore(concurrency or len(requests))
     records: list[RequestRecord] = []
-    began_at = time.perf_counter()
-    shown_at = began_at
+    # Prompts are many small objects; a collection that walks them would stop the loop for milliseconds.
+    gc.collect()
+    gc.freeze()
+    began_at = shown_at = time.perf_counter()
 
     async def send(request: RequestSpec, body: bytes, due_at: float) -> None:
         nonlocal shown_at
@@ -173,9 +175,6 @@ async def send_all(
             tokens = sum(record.num_output_tokens for record in records)
             progress.show(f"{tokens / (shown_at - began_at):.0f} output tokens/s")
 
-    # Prompts are many small objects; a collection that walks them would stop the loop for milliseconds.
-    gc.collect()
-    gc.freeze()
     try:
         async with asyncio.TaskGroup() as tasks:
             for request, body in zip(requests, bodies, strict=True):

@@ -1,7 +1,7 @@
 """`cluster-bench startup`: how long a cluster takes from the command to being ready, and to stop again.
 
-Called by: cli.py. Starts `cluster-launch` as its operator does, and reads what it prints: elsewhere than on a
-terminal, each process's phases are lines on standard error.
+Called by: cli.py. Starts `cluster-launch` as its operator does, and reads the tables that it prints when it is ready
+(launch/tables.py): when each process was, and how long each phase of each rank took.
 
 When the cluster does not start: BenchError with its last words.
 """
@@ -9,11 +9,9 @@ When the cluster does not start: BenchError with its last words.
 import argparse
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,28 +22,24 @@ import msgspec
 from .errors import BenchError
 from .options import positive
 from .progress import Progress
-from .report import ReportWriter, Table, show_number, show_spread
+from .report import ReportWriter, Table, show_spread
 from .stats import over_runs
 
 NAME = "startup"
 HELP = "time from cluster-launch to ready, by phase, and to its end"
 STOP_TIMEOUT_S = 60.0
+_MAX_LAST_WORDS = 2000
 _READY = re.compile(r"^ready after [\d.]+ s: ")
-_PHASE = re.compile(r"^(?P<role>[a-z0-9]+(?: [a-z0-9]+)*): (?P<phase>[\w ]+)$")
-
-
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of one process's start; seconds since the command was run."""
-
-    role: str
-    name: str
-    began_s: float
-    duration_s: float
+_PROCESSES = "processes"
+_RANKS = "start-up, seconds"
 
 
 class StartupRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One start and stop.
+    """One start and stop, in seconds.
 
+    ready_s:      from running the command until it says that it is ready; stop_s: from Ctrl-C to the end of all
+    processes_s:  by process, from its own start until it was ready
+    phases_s:     by rank, then by phase, as the rank itself timed them
     memory_bytes: proportional share of all processes together, when the cluster was ready
     """
 
@@ -53,7 +47,8 @@ class StartupRun(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float
     stop_s: float
     memory_bytes: int
-    phases: list[Phase]
+    processes_s: dict[str, float]
+    phases_s: dict[str, dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     """Measure and report. Raises BenchError."""
-    launch = [word for word in arguments.launch if word != "--"]
+    launch = arguments.launch[1:] if arguments.launch[:1] == ["--"] else arguments.launch
     runs = []
     with Progress("startup", arguments.repetitions) as progress:
         for number in range(arguments.repetitions):
@@ -78,68 +73,81 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         tables=make_tables(runs),
         runs=runs,
         out=sys.stdout,
-        notes=["the files of the model are in the page cache from the second run on"],
+        notes=["the model's files are in memory from the second run on, if not before"],
     )
 
 
 def measure_start(number: int, launch: Sequence[str]) -> StartupRun:
-    """Start a cluster, wait until it is ready, and stop it."""
+    """Start a cluster, wait until it is ready, and stop it. Raises BenchError when it does not start or stop."""
     command = [sys.executable, "-m", "phalanx.launch", "--port", "0", *launch]
-    began_at = time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
-        # A session of its own: Ctrl-C reaches the cluster from here, once, and not from the terminal as well.
+        began_at = time.monotonic()
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # A session of its own: Ctrl-C reaches the cluster from here, once, and not from the terminal as well.
+            start_new_session=True,
         )
         try:
             assert process.stdout is not None
-            assert process.stderr is not None
-            marks: list[tuple[float, str, str]] = []
-            reader = threading.Thread(target=_read_phases, args=(process.stderr, marks, errors), daemon=True)
-            reader.start()
-            ready_at = _wait_ready(process.stdout)
-            if ready_at is None:
-                process.wait(STOP_TIMEOUT_S)
-                reader.join(STOP_TIMEOUT_S)
+            lines = _read_until_ready(process.stdout)
+            ready_s = time.monotonic() - began_at
+            if not lines or not _READY.match(lines[-1]):
+                code = process.wait(STOP_TIMEOUT_S)
                 errors.seek(0)
-                raise BenchError(f"cluster-launch ended with {process.returncode}: {errors.read()[-2000:]}")
+                raise BenchError(f"cluster-launch ended with {code}: {errors.read()[-_MAX_LAST_WORDS:]}")
             memory_bytes = _memory_of_tree(process.pid)
             stopping_at = time.monotonic()
             process.send_signal(signal.SIGINT)
-            process.stdout.read()
-            process.wait(STOP_TIMEOUT_S)
+            process.communicate(timeout=STOP_TIMEOUT_S)
             stop_s = time.monotonic() - stopping_at
-            reader.join(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"cluster-launch did not stop within {STOP_TIMEOUT_S:g} s") from None
         finally:
             if process.poll() is None:
                 process.kill()
-                process.wait()
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
+                process.communicate()
+            elif process.stdout is not None:
+                process.stdout.close()
     return StartupRun(
         run=number,
-        ready_s=ready_at - began_at,
+        ready_s=ready_s,
         stop_s=stop_s,
         memory_bytes=memory_bytes,
-        phases=phases_of(marks, began_at, ready_at),
+        processes_s={role: cells["ready after s"] for role, cells in read_table(lines, _PROCESSES).items()},
+        phases_s={
+            rank: {name: spent_s for name, spent_s in cells.items() if name != "pid"}
+            for rank, cells in read_table(lines, _RANKS).items()
+        },
     )
 
 
-def phases_of(marks: Sequence[tuple[float, str, str]], began_at: float, ready_at: float) -> list[Phase]:
-    """Turn (instant, role, phase) into durations: a phase ends with its role's next, the last one when all is ready."""
-    phases = []
-    for index, (at, role, name) in enumerate(marks):
-        if at > ready_at:
-            continue
-        later = (mark[0] for mark in marks[index + 1 :] if mark[1] == role)
-        end_at = min(next(later, ready_at), ready_at)
-        phases.append(Phase(role=role, name=name, began_s=at - began_at, duration_s=end_at - at))
-    return phases
+def read_table(lines: Sequence[str], title: str) -> dict[str, dict[str, float]]:
+    """Read a printed table: by the first column, then by the column's name, what is a number.
+
+    lines: of the output, the table's title alone on one of them. Empty when there is no such table.
+    """
+    rows = iter(lines)
+    if not any(line.strip() == title for line in rows):
+        return {}
+    columns: list[str] = []
+    table: dict[str, dict[str, float]] = {}
+    for line in rows:
+        if line.startswith("┃"):
+            columns = [cell.strip() for cell in line.strip().strip("┃").split("┃")]
+        elif line.startswith("│"):
+            name, *cells = (cell.strip() for cell in line.strip().strip("│").split("│"))
+            numbers = zip(columns[1:], cells, strict=True)
+            table[name] = {column: float(cell) for column, cell in numbers if re.fullmatch(r"[\d.]+", cell)}
+        elif line.startswith("└"):
+            break
+    return table
 
 
 def make_tables(runs: Sequence[StartupRun]) -> list[Table]:
-    """Lay out the runs: the whole, then each phase of each process."""
+    """Lay out the runs: the whole, each process, and the phases of each rank."""
     whole = Table(
         title="Start and stop",
         columns=["what", "median [lowest-highest]"],
@@ -147,44 +155,33 @@ def make_tables(runs: Sequence[StartupRun]) -> list[Table]:
             ["seconds until ready", show_spread(over_runs(run.ready_s for run in runs))],
             ["seconds to stop", show_spread(over_runs(run.stop_s for run in runs))],
             ["memory when ready, MiB", show_spread(over_runs(run.memory_bytes / 2**20 for run in runs))],
+            *(
+                [f"{role}: seconds from its own start until ready", show_spread(over_runs(values))]
+                for role in runs[0].processes_s
+                if (values := [run.processes_s[role] for run in runs if role in run.processes_s])
+            ),
         ],
         note="Memory: proportional set size of all processes together.",
     )
+    phases = list(dict.fromkeys(name for cells in runs[0].phases_s.values() for name in cells))
     rows = []
-    for role, name in dict.fromkeys((phase.role, phase.name) for run in runs for phase in run.phases):
-        own = [phase for run in runs for phase in run.phases if (phase.role, phase.name) == (role, name)]
-        rows.append(
-            [
-                f"{role}: {name}",
-                show_number(statistics.median(phase.began_s for phase in own)),
-                show_spread(over_runs(phase.duration_s for phase in own)),
-            ]
-        )
-    phases = Table(
-        title="Phases",
-        columns=["process: phase", "begins at s", "takes s"],
-        rows=rows,
-        note="A process's last phase lasts until the whole cluster is ready.",
-    )
-    return [whole, phases]
+    for rank in runs[0].phases_s:
+        row = [rank]
+        for name in phases:
+            values = [run.phases_s[rank][name] for run in runs if name in run.phases_s.get(rank, {})]
+            row.append(show_spread(over_runs(values)) if values else "-")
+        rows.append(row)
+    return [whole, Table(title="Phases of each rank, in seconds", columns=["rank", *phases], rows=rows)]
 
 
-def _read_phases(stream: IO[str], marks: list[tuple[float, str, str]], errors: IO[str]) -> None:
-    """Note when each phase was told. The body of a thread; ends with the stream."""
-    for line in stream:
-        at = time.monotonic()
-        errors.write(line)
-        if match := _PHASE.match(line.rstrip()):
-            marks.append((at, match["role"], match["phase"]))
-    errors.flush()
-
-
-def _wait_ready(output: IO[str]) -> float | None:
-    """Return when the cluster said that it serves; None: it ended instead."""
+def _read_until_ready(output: IO[str]) -> list[str]:
+    """Return the lines up to the one that says that the cluster serves; all of them when it ends instead."""
+    lines = []
     for line in output:
+        lines.append(line.rstrip("\n"))
         if _READY.match(line):
-            return time.monotonic()
-    return None
+            break
+    return lines
 
 
 def _memory_of_tree(pid: int) -> int:
@@ -195,7 +192,7 @@ def _memory_of_tree(pid: int) -> int:
         try:
             rollup = (current / "smaps_rollup").read_text(encoding="ascii")
             total += (
-                next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
+                sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
             )
             for children in current.glob("task/*/children"):
                 todo += map(int, children.read_text(encoding="ascii").split())
