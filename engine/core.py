@@ -14,11 +14,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 
 from ..shm.errors import ProcessError
 from ..workers.executor import Executor, PendingStep
+from ..workers.hooks import HookOutcome
 from ..workers.messages import ExecutorReport, SchedulerOutput
 from .config import EngineConfig
 from .kv_cache_manager import KVCacheManager
@@ -26,6 +28,8 @@ from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishRe
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OutputsByClient = dict[int, list[EngineCoreOutput]]
 """What one step made, by client_index."""
@@ -182,6 +186,17 @@ class EngineCore:
                 pending[client_index].append(output)
             else:
                 pending[client_index] = [output]
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run a hook on every rank, behind the steps in flight; see Executor."""
+        return self._executor.collective_rpc(name, argument, result_type=result_type, timeout_s=timeout_s)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -24,6 +24,7 @@ from ..shm.errors import ProcessDiedError, ProcessError
 from ..shm.process import ChildMessage, ChildProcess, ChildSpec, Progress, Spawner, wait_all_ready
 from ..shm.runtime_dir import RuntimeDir
 from ..shm.sockets import bind_pull, connect_push
+from ..workers.hooks import HookOutcome
 from ..workers.messages import ExecutorReport
 from .config import EngineConfig
 from .core import EngineCore
@@ -39,6 +40,8 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _REPORT_TIMEOUT_S = 10.0
 """Beyond the executor's own start timeout, for the engine core to say which of its workers was late."""
@@ -294,6 +297,20 @@ class InprocCoreClient:
         except ProcessError as error:
             raise ReplicaLostError(f"the engine was lost: {error}") from error
         return [output for client_outputs in outputs.values() for output in client_outputs]
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run a hook on every rank; see Executor. Raises ReplicaLostError when a worker died."""
+        try:
+            return self._core.collective_rpc(name, argument, result_type=result_type, timeout_s=timeout_s)
+        except ProcessError as error:
+            raise ReplicaLostError(f"the engine was lost: {error}") from error
 
     def close(self, *, reason: str) -> None:
         """End the workers. Idempotent."""

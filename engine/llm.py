@@ -17,12 +17,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..workers.config import DeviceType, DType
 from ..workers.executor import Executor, create_executor
+from ..workers.hooks import HookOutcome
 from ..workers.sampling_params import SamplingParams
 from .config import EngineConfig
 from .core import EngineCore
@@ -32,6 +33,8 @@ from .input_processor import InputProcessor, Message, Prompt
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -141,6 +144,23 @@ class LLM:
         chats: Sequence[Any] = [messages] if is_one else messages
         prompts = [self._inputs.render_chat(chat, **template_variables) for chat in chats]
         return self.generate(prompts, sampling_params, show_progress=show_progress)
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: type[T] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[T]]:
+        """Run a function on every rank: "memory_report", or one that `hooks=["module:function"]` has named.
+
+        argument:    anything that msgpack carries; the hook gets it in the type of its own annotation
+        result_type: what each result is made into; None: plain lists, dicts, numbers and text
+        Returns one outcome per rank, each a result or an error: an error in the function ends nothing but this call.
+        Raises ValueError for an unknown name, ReplicaLostError.
+        """
+        return self._client.collective_rpc(name, argument, result_type=result_type, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Free the model and end its processes. Idempotent."""
