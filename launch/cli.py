@@ -123,7 +123,7 @@ def launch_command(arguments: argparse.Namespace) -> int:
     read_api_key(config.server)
     config = resolve_device(config, count_gpus())
     # Imported here: everything that runs a cluster; a mistyped setting is said long before.
-    from .runtime import plan_of, run
+    from .runtime import plan_of, plan_shared_memory, run
 
     plan = plan_of(config)
     if config.server.port:
@@ -136,9 +136,9 @@ def launch_command(arguments: argparse.Namespace) -> int:
     check_model(config)
     if arguments.dry_run:
         # Imported here: rich costs time, and only what has passed every check is shown.
-        from .tables import plan_table, print_tables
+        from .tables import memory_table, plan_table, print_tables
 
-        print_tables([plan_table(plan)], sys.stdout)
+        print_tables([plan_table(plan), memory_table(plan_shared_memory(config, plan))], sys.stdout)
         return ExitCode.OK
     return run(config, plan)
 

@@ -12,7 +12,8 @@ from rich.status import Status
 from ..cluster.placement import Plan
 from ..cluster.supervision import ClusterState
 from ..cluster.supervisor import ClusterReport
-from .tables import plan_table, print_tables, processes_table, ranks_table, startup_table
+from ..shm.segment import SegmentPlan
+from .tables import memory_table, plan_table, print_tables, processes_table, ranks_table, startup_table
 
 
 class ConsoleObserver:
@@ -26,9 +27,9 @@ class ConsoleObserver:
         self._phases: dict[str, str] = {}
         self._status: Status | None = None
 
-    def planned(self, plan: Plan) -> None:
-        """Show the plan of ranks, before anything starts."""
-        print_tables([plan_table(plan)], self._out)
+    def planned(self, plan: Plan, memory: SegmentPlan) -> None:
+        """Show the plans of ranks and of shared memory, before anything starts."""
+        print_tables([plan_table(plan), memory_table(memory)], self._out)
         self._out.flush()
         if self._err.isatty():
             self._status = Status("starting", console=Console(file=self._err))

@@ -13,8 +13,9 @@ from ..cluster.messages import FrontEndConnection
 from ..cluster.placement import Plan, make_plan
 from ..cluster.supervisor import Supervisor
 from ..shm.exit_codes import ExitCode
+from ..shm.ordering import CACHE_LINE_BYTES
 from ..shm.process import ChildSpec
-from ..shm.segment import SegmentPlan, available_memory_bytes
+from ..shm.segment import PlannedSegment, SegmentPlan, available_memory_bytes
 from ..workers.config import DeviceType
 from ..workers.worker_group import planned_segments
 from .config import LaunchConfig
@@ -39,19 +40,22 @@ def plan_of(config: LaunchConfig) -> Plan:
     )
 
 
-def check_shared_memory(config: LaunchConfig, plan: Plan) -> None:
-    """Raise ConfigError when the rings of all replicas together do not fit this host's memory."""
+def plan_shared_memory(config: LaunchConfig, plan: Plan) -> SegmentPlan:
+    """Sum up the segments of all replicas. Raises ConfigError when they do not fit this host's memory."""
+    board = PlannedSegment(name="status board", num_bytes=len(plan.ranks) * CACHE_LINE_BYTES)
     segments = [
         segment
         for dp_rank in range(plan.data_parallel_size)
         for segment in planned_segments(config.executor, config.parallel, f"dp{dp_rank}")
     ]
-    SegmentPlan(segments=tuple(segments)).check_fits(available_memory_bytes())
+    memory = SegmentPlan(segments=(*segments, board))
+    memory.check_fits(available_memory_bytes())
+    return memory
 
 
 def run(config: LaunchConfig, plan: Plan) -> ExitCode:
     """Start the cluster, serve, and end with it. `config` is resolved: a folder, a device, a name."""
-    check_shared_memory(config, plan)
+    memory = plan_shared_memory(config, plan)
     num_cores = len(os.sched_getaffinity(0))
     if config.parallel.device is DeviceType.CPU and len(plan.ranks) > num_cores:
         log.warning("more ranks than cores, each will be slow ranks=%d cores=%d", len(plan.ranks), num_cores)
@@ -79,7 +83,7 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
         )
 
     try:
-        observer.planned(plan)
+        observer.planned(plan, memory)
         return Supervisor(
             plan=plan,
             engine=config.engine,

@@ -1,8 +1,9 @@
-"""Tables for people: the plan of ranks, how long each process took to start, what each rank is.
+"""Tables for people: the plans of ranks and shared memory, how long each process took to start, what each rank is.
 
 Called by: cli.py for --dry-run, console.py when a cluster is ready. Pure: plain values in, rich tables out.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
@@ -11,12 +12,15 @@ from rich.table import Table
 
 from ..cluster.placement import Plan
 from ..cluster.supervisor import ProcessReport
+from ..shm.segment import SegmentPlan
 from ..workers.messages import ExecutorReport, RankReport
 
 PHASES = ("import", "device", "process group", "weights", "profile", "KV cache")
 """Phases of a rank's start that have a column of their own, in order; they are what workers report."""
 PLAIN_WIDTH = 160
 """Columns when the output is no terminal, so that no row is folded in a log file."""
+
+_RANK_PREFIX = re.compile(r"^dp\d+ (tp\d+ )?")
 
 
 def plan_table(plan: Plan) -> Table:
@@ -25,6 +29,18 @@ def plan_table(plan: Plan) -> Table:
     table = _table(title, ("rank", "host", "device"), ("threads",))
     for rank in plan.ranks:
         table.add_row(rank.role, rank.host, rank.device, str(rank.num_threads))
+    return table
+
+
+def memory_table(memory: SegmentPlan) -> Table:
+    """Show how much shared memory will be reserved, and what for; like segments of all ranks in one row."""
+    sizes: dict[str, list[int]] = {}
+    for segment in memory.segments:
+        sizes.setdefault(_RANK_PREFIX.sub("", segment.name), []).append(segment.num_bytes)
+    table = _table("shared memory", ("for",), ("segments", "MiB"))
+    for name, each in sizes.items():
+        table.add_row(name, str(len(each)), _mebibytes(sum(each)))
+    table.add_row("all", str(len(memory.segments)), _mebibytes(memory.total_bytes))
     return table
 
 
@@ -71,6 +87,10 @@ def ranks_table(replicas: Mapping[int, ExecutorReport]) -> Table:
             str(report.num_threads),
         )
     return table
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.2f}"
 
 
 def print_tables(tables: Sequence[Table], file: IO[str]) -> None:

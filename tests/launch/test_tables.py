@@ -4,9 +4,18 @@ import io
 
 from phalanx.cluster.placement import make_plan
 from phalanx.cluster.supervisor import ProcessReport
-from phalanx.launch.tables import plan_table, print_tables, processes_table, ranks_table, startup_table
-from phalanx.workers.config import DeviceType
+from phalanx.launch.tables import (
+    memory_table,
+    plan_table,
+    print_tables,
+    processes_table,
+    ranks_table,
+    startup_table,
+)
+from phalanx.shm.segment import SegmentPlan
+from phalanx.workers.config import DeviceType, ExecutorConfig, ParallelConfig
 from phalanx.workers.messages import ExecutorReport, PhaseTime, RankReport
+from phalanx.workers.worker_group import planned_segments
 
 
 def make_report(tp_rank: int) -> RankReport:
@@ -50,6 +59,18 @@ def test_the_plan_names_every_rank_and_its_device() -> None:
         ("dp1 tp0", "cuda:2"),
         ("dp1 tp1", "cuda:3"),
     ]
+
+
+def test_the_plan_of_shared_memory_adds_up_like_segments() -> None:
+    config = ExecutorConfig(request_ring_bytes=4 << 20, reply_ring_bytes=1 << 20)
+    parallel = ParallelConfig(tensor_parallel_size=2, device=DeviceType.CUDA)
+    segments = [
+        segment for replica in ("dp0", "dp1") for segment in planned_segments(config, parallel, replica)
+    ]
+
+    rows = lines(memory_table(SegmentPlan(segments=tuple(segments))))
+
+    assert rows == [["requests", "2", "8.00"], ["replies", "4", "4.00"], ["all", "6", "12.00"]]
 
 
 def test_the_start_table_adds_up_phases_and_orders_ranks() -> None:
