@@ -116,7 +116,9 @@ class StartupError(ProcessError):
     """A child never became ready. Such a child is not restarted."""
 
     def __str__(self) -> str:
-        return self._sentence("did not start")
+        # An exit code of its own says no more than what it said itself; a signal came from elsewhere.
+        is_killed = self.exitcode is not None and self.exitcode < 0
+        return self._sentence("did not start" + (f", {describe_exit(self.exitcode)}" if is_killed else ""))
 
 
 class ProcessDiedError(ProcessError):

@@ -208,12 +208,16 @@ class ChildProcess:
         return self._stack_pipe.request(self.pidfd, _STACK_WAIT_S) or "(the process does not answer)"
 
     def kill(self) -> None:
-        """Send SIGKILL. Does not wait; `stop` or `close` reaps."""
+        """Send SIGKILL. Does not wait; `stop` or `close` reaps. No effect once it is closed."""
+        if self._is_closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def terminate(self) -> None:
         """Send SIGTERM: a ready child finishes what its role defines, one that is not ready yet just ends."""
+        if self._is_closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 

@@ -1,7 +1,7 @@
-"""Which rank holds up a call, and how that is said. Pure but for
-`describe_child` and `describe_stall`, which ask the processes.
+"""Which rank holds up a call, and how that is said.
 
-Called by: MultiprocExecutor, when a call has no answer within its budget.
+Called by: MultiprocExecutor, when a call has no answer within its budget. Pure, but for `describe_child` and
+`describe_stall`, which ask the processes.
 """
 
 import socket
@@ -15,17 +15,23 @@ from ..shm.stack_dump import is_stopped
 from ..shm.status_board import Phase, RankStatus
 
 
-def find_suspects(statuses: Mapping[int, RankStatus], awaited: AbstractSet[int], call_id: int) -> list[int]:
+def find_suspects(
+    statuses: Mapping[int, RankStatus],
+    awaited: AbstractSet[int],
+    call_id: int,
+    stopped: AbstractSet[int] = frozenset(),
+) -> list[int]:
     """Return the ranks that are not done with a call, the one that holds it up first.
 
-    That one is in the oldest call, not waiting for peers, in the phase that began first. When all seem to be done,
-    those that must answer are to blame. statuses: by tp_rank.
+    That one was stopped by a signal; else it is in the oldest call, not waiting for peers, in the phase that began
+    first. When all seem to be done, those that must answer are to blame. statuses: by tp_rank.
     """
     busy = {rank for rank, status in statuses.items() if status.phase is not Phase.IDLE}
     behind = {rank for rank, status in statuses.items() if status.call_id < call_id}
     return sorted(
         busy | behind or awaited,
         key=lambda rank: (
+            rank not in stopped,
             statuses[rank].call_id,
             statuses[rank].phase is Phase.COLLECTIVE,
             statuses[rank].since_at,
@@ -76,9 +82,10 @@ def describe_stall(
 ) -> Stall:
     """Find out why a call has no answer. children, ranks: by tp_rank. Blocks up to a second for each suspect."""
     statuses = dict(enumerate(ranks))
-    suspects = find_suspects(statuses, awaited, call_id)
+    stopped = {rank for rank, child in enumerate(children) if is_stopped(child.pid)}
+    suspects = find_suspects(statuses, awaited, call_id, stopped)
+    culprit = suspects[0]
     now = time.monotonic()
-    has_stopped = is_stopped(children[suspects[0]].pid)
-    sentence = describe_ranks(statuses, suspects[0], call_id, now, is_stopped=has_stopped)
+    sentence = describe_ranks(statuses, culprit, call_id, now, is_stopped=culprit in stopped)
     stacks = [describe_child(children[rank], describe_status(statuses[rank], now)) for rank in suspects]
-    return Stall(culprit=suspects[0], sentence=sentence, stacks="\n".join(stacks))
+    return Stall(culprit=culprit, sentence=sentence, stacks="\n".join(stacks))

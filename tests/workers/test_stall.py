@@ -33,6 +33,12 @@ def test_the_rank_that_is_behind_is_named(statuses: list[RankStatus], culprit: i
     assert find_suspects(dict(enumerate(statuses)), {0}, 5)[0] == culprit
 
 
+def test_a_rank_that_was_stopped_is_named_before_all_others() -> None:
+    statuses = {0: doing(Phase.FORWARD, 4, 1.0), 1: doing(Phase.COLLECTIVE, 5, 2.0)}
+
+    assert find_suspects(statuses, {0}, 5, {1}) == [1, 0]
+
+
 def test_the_sentence_says_who_does_what_for_how_long() -> None:
     statuses = {0: doing(Phase.FORWARD, 5, 3.0), 1: doing(Phase.COLLECTIVE, 5, 9.0)}
 
