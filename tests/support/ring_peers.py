@@ -164,3 +164,23 @@ def send_large_frames_and_die(context: ChildContext) -> int:
     ring.wait_read(ring.position, deadline_at=math.inf)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
+
+
+def hold_one(context: ChildContext) -> int:
+    """Begin to read the first record, and never end."""
+    args = msgspec.msgpack.decode(context.args, type=PeerArgs)
+    ring = RingReader(SharedSegment.attach(args.fd, args.size), args.index)
+    context.ready(b"")
+    with ring.read(deadline_at=math.inf):
+        signal.pause()
+    return 0
+
+
+def write_one_and_stay(context: ChildContext) -> int:
+    """Write one record, and nothing more."""
+    args = msgspec.msgpack.decode(context.args, type=PeerArgs)
+    ring = RingWriter(SharedSegment.attach(args.fd, args.size))
+    context.ready(b"")
+    ring.write(b"first")
+    signal.pause()
+    return 0
