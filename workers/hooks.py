@@ -11,6 +11,7 @@ An error in a hook ends the call, not the replica. A hook that changes weights o
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -125,11 +126,17 @@ def _load(entry: str) -> HookFunction:
 
 def _argument_type(function: HookFunction) -> Any:
     """Return the annotation of the second parameter; Any when there is none."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if len(parameters) != 2:
+        raise ConfigError("executor.hooks", f"{function!r} must take two arguments: the worker, and its own")
+    annotation = parameters[1].annotation
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
     try:
-        parameters = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
-    except (NameError, TypeError) as error:
+        return get_type_hints(function)[parameters[1].name]
+    except NameError as error:
         raise ConfigError(
-            "executor.hooks", f"the annotations of {function!r} do not resolve: {error}"
+            "executor.hooks", f"an annotation of {function!r} does not resolve: {error}"
         ) from error
-    names = function.__code__.co_varnames[:2] if hasattr(function, "__code__") else ()
-    return parameters.get(names[1], Any) if len(names) == 2 else Any

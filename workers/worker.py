@@ -118,6 +118,12 @@ class Worker:
         return self._config.tp_rank
 
     @property
+    def model(self) -> CausalLM:
+        """This rank's part of the model, for hooks. After `start`."""
+        assert self._model is not None, "start() comes first"
+        return self._model
+
+    @property
     def max_model_len(self) -> int:
         """Longest request in tokens. After `start`."""
         return self._max_model_len

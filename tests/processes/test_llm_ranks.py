@@ -53,6 +53,26 @@ def test_a_hook_in_this_process_that_fails_ends_its_call_only() -> None:
     assert passed.result == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_hook_reaches_the_model_of_its_rank(num_ranks: int) -> None:
+    with LLM(
+        str(TINY_MODEL),
+        tensor_parallel_size=num_ranks,
+        device="cpu",
+        num_blocks=64,
+        num_threads=1,
+        hooks=["support.hooks:norm_of"],
+    ) as llm:
+        outcomes = llm.collective_rpc("norm_of", "norm.weight", result_type=float)
+
+    norms = [outcome.result for outcome in outcomes]
+    assert len(norms) == num_ranks
+    assert norms[0] is not None
+    assert norms[0] > 0
+    # Every rank holds all of this one.
+    assert len(set(norms)) == 1
+
+
 def test_ranks_that_a_short_lived_thread_has_started_live_on() -> None:
     made: list[LLM] = []
 

@@ -2,10 +2,14 @@
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.workers.worker_loop import WorkerLike
+
+if TYPE_CHECKING:
+    from phalanx.workers.worker import Worker
 
 
 class Fraction(msgspec.Struct, frozen=True):
@@ -37,6 +41,11 @@ def nap(worker: WorkerLike, argument: float) -> int:
     """Take long."""
     threading.Event().wait(argument)
     return worker.tp_rank
+
+
+def norm_of(worker: "Worker", argument: str) -> float:
+    """Return the norm of this rank's part of a parameter."""
+    return float(dict(worker.model.named_parameters())[argument].norm())
 
 
 def cores(worker: WorkerLike, argument: None) -> list[int]:
