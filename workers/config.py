@@ -105,7 +105,10 @@ class ExecutorConfig:
     """How an engine core talks with its workers, and how long it waits."""
 
     request_ring_bytes: int = 32 << 20
-    """Shared memory of the ring that broadcasts steps, reserved when the workers start."""
+    """Shared memory of the ring that broadcasts steps, reserved when the workers start. What takes more than half of it
+    goes through sockets instead."""
+    max_oversize_bytes: int = 1 << 30
+    """Of calls that go through sockets: bytes that a rank has not read yet."""
     reply_ring_bytes: int = 8 << 20
     """Shared memory of each worker's ring of replies."""
     start_timeout_s: float = 600.0
@@ -134,6 +137,8 @@ class ExecutorConfig:
         for name in ("request_ring_bytes", "reply_ring_bytes"):
             if getattr(self, name) < 1 << 16:
                 raise ConfigError(f"executor.{name}", "must be at least 64 KiB")
+        if self.max_oversize_bytes < self.request_ring_bytes:
+            raise ConfigError("executor.max_oversize_bytes", "must be at least executor.request_ring_bytes")
         for name in (
             "start_timeout_s",
             "step_timeout_s",

@@ -21,6 +21,7 @@ from ..shm.channel import EXECUTOR_RANK, Receiver, Sender
 from ..shm.codec import FrameKind
 from ..shm.collective_arena import SLOT_BYTES, arena_bytes, create_arena
 from ..shm.errors import ProcessError
+from ..shm.oversize import OversizeLimits
 from ..shm.process import ChildMessage, ChildProcess, ChildSpec, Progress, Spawner, wait_all_ready
 from ..shm.ring_buffer import RingReader, RingWriter, create_ring, ring_bytes
 from ..shm.segment import PlannedSegment
@@ -159,7 +160,13 @@ def start_workers(
             f"{role_prefix}-requests", capacity=config.request_ring_bytes, num_readers=num_ranks
         )
         request_ring = RingWriter(request_segment, is_peer_alive=lambda: watch.failure is None)
-        resources.callback(request_ring.close)
+        sender = Sender(
+            request_ring,
+            epoch=epoch,
+            rank=EXECUTOR_RANK,
+            oversize=OversizeLimits(max_unread_bytes=config.max_oversize_bytes),
+        )
+        resources.callback(sender.close)
         reply_segments = []
         receivers = []
         for rank in range(num_ranks):
@@ -167,7 +174,8 @@ def start_workers(
                 f"{role_prefix}-tp{rank}-replies", capacity=config.reply_ring_bytes, num_readers=1
             )
             receiver = Receiver[Reply | WorkerFailure](
-                RingReader(segment, 0), {FrameKind.REPLY: Reply, FrameKind.ERROR: WorkerFailure}
+                RingReader(segment, 0, is_peer_alive=lambda: watch.failure is None),
+                {FrameKind.REPLY: Reply, FrameKind.ERROR: WorkerFailure},
             )
             resources.callback(receiver.close)
             reply_segments.append(segment)
@@ -241,7 +249,7 @@ def start_workers(
         watch.start(role_prefix, children)
         group = WorkerGroup(
             children=children,
-            sender=Sender(request_ring, epoch=epoch, rank=EXECUTOR_RANK),
+            sender=sender,
             receivers=receivers,
             board=board,
             first_slot=first_slot,

@@ -20,6 +20,7 @@ from ..shm.child_context import ChildContext
 from ..shm.codec import FrameKind
 from ..shm.errors import ProtocolError
 from ..shm.exit_codes import ExitCode
+from ..shm.oversize import OversizeLimits
 from ..shm.ring_buffer import RingReader, RingWriter
 from ..shm.segment import SharedSegment
 from ..shm.status_board import Phase, StatusBoard
@@ -55,10 +56,12 @@ def main(context: ChildContext) -> int:
     def tell_failure(failure: WorkerFailure) -> None:
         context.note(msgspec.msgpack.encode(failure))
 
+    calls = Receiver[Call](request_ring, {FrameKind.REQUEST: Call})
+    replies = Sender(reply_ring, epoch=args.epoch, rank=args.config.tp_rank, oversize=OversizeLimits())
     loop = WorkerLoop(
         worker,
-        calls=Receiver[Call](request_ring, {FrameKind.REQUEST: Call}),
-        replies=Sender(reply_ring, epoch=args.epoch, rank=args.config.tp_rank),
+        calls=calls,
+        replies=replies,
         sequence=CallSequence(args.epoch),
         clock=clock,
         hooks=hooks,
@@ -72,6 +75,8 @@ def main(context: ChildContext) -> int:
         return ExitCode.PROTOCOL
     finally:
         worker.close()
+        replies.close()
+        calls.close()
 
 
 def _until(stop_requested: threading.Event) -> Callable[[], bool]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -157,8 +158,19 @@ def test_shared_memory_is_as_planned(make_executor: MakeExecutor) -> None:
     assert sorted(mapped.values()) == sorted(pages)
 
 
-def test_a_step_that_is_too_large_is_refused_and_the_next_one_works(make_executor: MakeExecutor) -> None:
+def test_a_step_larger_than_the_ring_is_computed_in_its_turn(make_executor: MakeExecutor) -> None:
     executor = make_executor()
+    executor.start()
+    steps = [
+        executor.submit_model(echo_step(number, num_requests=5000 if number % 2 else 1))
+        for number in range(1, 7)
+    ]
+
+    assert [step.result().step for step in steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_that_is_too_large_is_refused_and_the_next_one_works(make_executor: MakeExecutor) -> None:
+    executor = make_executor(config=replace(SMALL, max_oversize_bytes=1 << 16))
     executor.start()
     with pytest.raises(MessageTooLargeError):
         executor.submit_model(echo_step(1, num_requests=5000))
