@@ -105,6 +105,7 @@ def test_a_module_fits_the_house(path: Path) -> None:
         "phalanx.cluster.coordinator",
         "phalanx.cluster.dp_client",
         "phalanx.launch.cli",
+        "phalanx.launch.bench.cli",
         "phalanx.launch.server.process",
     ],
 )
