@@ -23,9 +23,13 @@ from ..workers.executor import Executor, PendingStep
 from ..workers.hooks import HookOutcome
 from ..workers.messages import ExecutorReport, SchedulerOutput
 from .config import EngineConfig
+from .grammar.backend import GrammarCompiler
+from .grammar.compiler_pool import CompilerPool
+from .grammar.llguidance_backend import LLGuidanceCompiler
 from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
 from .scheduler import Scheduler
+from .tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +43,9 @@ class EngineCore:
     """Scheduler and executor of one replica.
 
     executor: started already; `report` is what its start returned
-    clock:    of `EngineStats.reported_at`
+    compiler: of grammars; None: one for the model's own tokenizer
+    on_grammar: called from another thread when a grammar is ready: `step` has something to do then
+    clock:    of `EngineStats.reported_at` and of deadlines
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class EngineCore:
         *,
         dp_rank: int = 0,
         epoch: int = 0,
+        compiler: GrammarCompiler | None = None,
+        on_grammar: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dp_rank = dp_rank
@@ -66,6 +74,10 @@ class EngineCore:
             max_model_len=report.max_model_len,
             vocab_size=report.vocab_size,
         )
+        if compiler is None:
+            path = config.model.path
+            compiler = LLGuidanceCompiler(lambda: load_tokenizer(path), vocab_size=report.vocab_size)
+        self._compilers = CompilerPool(compiler, on_grammar)
         self._max_steps_in_flight = config.scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.report = msgspec.structs.replace(report, max_model_len=self._scheduler.max_model_len)
@@ -83,8 +95,16 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True while `step` has something to compute or to hand over."""
-        return bool(self._pending or self._in_flight) or self._scheduler.num_unfinished_requests > 0
+        """True while `step` has something to compute or to hand over. Who waits for a grammar does not count."""
+        if self._pending or self._in_flight or self._scheduler.num_open_requests > 0:
+            return True
+        deadline_at = self._scheduler.next_deadline_at
+        return deadline_at is not None and deadline_at <= self._clock()
+
+    @property
+    def next_deadline_at(self) -> float | None:
+        """When `step` has to end a request because of its deadline, at the earliest."""
+        return self._scheduler.next_deadline_at
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -104,6 +124,9 @@ class EngineCore:
             known = self._scheduler.get_request(request.request_id)
             assert known is not None
             self._clients[request.request_id] = known.client_index
+            spec = request.sampling_params.structured_outputs
+            if spec is not None and known.core_request is request:
+                self._compilers.submit(request.request_id, request.attempt, spec)
         else:
             if self._scheduler.get_request(request.request_id) is None:
                 self._clients.pop(request.request_id, None)
@@ -161,6 +184,24 @@ class EngineCore:
         self._is_lost = False
         outputs, self._pending = self._pending, {}
         return outputs
+
+    def take_grammars(self, timeout_s: float = 0.0) -> None:
+        """Let requests go on whose grammar is ready; wait at most `timeout_s` for the first.
+
+        To be called after `on_grammar`, or instead of it.
+        """
+        for compiled in self._compilers.take(timeout_s):
+            request = self._scheduler.get_request(compiled.request_id)
+            if request is None or request.attempt != compiled.attempt:
+                continue
+            if compiled.grammar is None:
+                assert compiled.error is not None
+                self._give([self._scheduler.refuse_request(compiled.request_id, compiled.error)])
+                continue
+            matcher = compiled.grammar.new_matcher(request.end_token_ids)
+            output = self._scheduler.set_matcher(compiled.request_id, matcher)
+            if output is not None:
+                self._give([output])
 
     def _submit(self) -> None:
         """Submit steps until there are as many in flight as may be."""
@@ -227,4 +268,5 @@ class EngineCore:
 
     def close(self, *, reason: str) -> None:
         """End the executor and its workers. Bounded by the executor, idempotent."""
+        self._compilers.close()
         self._executor.close(reason=reason)

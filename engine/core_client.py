@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_GRAMMAR_WAIT_S = 0.1
+"""Between two looks at Ctrl-C and deadlines, while nothing but grammars is under way."""
 _REPORT_TIMEOUT_S = 10.0
 """Beyond the executor's own start timeout, for the engine core to say which of its workers was late."""
 
@@ -274,8 +276,8 @@ class InprocCoreClient:
 
     @property
     def has_work(self) -> bool:
-        """True while `get_outputs` has something to do."""
-        return self._core.has_work
+        """True while `get_outputs` has something to do, or to wait for."""
+        return self._core.has_work or self._core.num_unfinished_requests > 0
 
     @property
     def num_free_places(self) -> int:
@@ -291,7 +293,13 @@ class InprocCoreClient:
         self._core.abort_requests(request_ids)
 
     def get_outputs(self) -> list[EngineCoreOutput]:
-        """Compute one step and return its outputs. Raises ReplicaLostError when a worker died."""
+        """Compute one step and return its outputs. Raises ReplicaLostError when a worker died.
+
+        Where all requests wait for their grammars: wait a moment for one, and return what there is.
+        """
+        if not self._core.has_work:
+            self._core.take_grammars(_GRAMMAR_WAIT_S)
+        self._core.take_grammars()
         try:
             outputs = self._core.step()
         except ProcessError as error:

@@ -56,7 +56,20 @@ class ExecutorFailed:
     error: ProcessError
 
 
-InboxItem = EngineCoreRequest | AbortRequests | ClientHello | ClientLost | StopRequested | ExecutorFailed
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """A request that waits for its grammar can go on."""
+
+
+InboxItem = (
+    EngineCoreRequest
+    | AbortRequests
+    | ClientHello
+    | ClientLost
+    | StopRequested
+    | ExecutorFailed
+    | GrammarReady
+)
 Inbox = SimpleQueue[InboxItem]
 
 

@@ -33,6 +33,7 @@ from .core_io import (
     CoreInput,
     CoreOutput,
     ExecutorFailed,
+    GrammarReady,
     Inbox,
     InboxItem,
     StopRequested,
@@ -106,7 +107,14 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
     reason = "start failed"
     try:
         report = executor.start()
-        core = EngineCore(args.config, executor, report, dp_rank=args.dp_rank, epoch=args.epoch)
+        core = EngineCore(
+            args.config,
+            executor,
+            report,
+            dp_rank=args.dp_rank,
+            epoch=args.epoch,
+            on_grammar=lambda: inbox.put(GrammarReady()),
+        )
         core_input.start()
         core_output.start()
         context.on_stop(lambda: inbox.put(StopRequested()))
@@ -173,7 +181,7 @@ class EngineCoreLoop:
             if self._core.has_work:
                 self._handle(self._inbox.get_nowait())
             else:
-                self._handle(self._inbox.get(timeout=max(0.0, self._next_report_at() - self._clock())))
+                self._handle(self._inbox.get(timeout=max(0.0, self._next_wake_at() - self._clock())))
         except Empty:
             return
         self._take_arrived()
@@ -201,6 +209,8 @@ class EngineCoreLoop:
                 self._is_stopping = True
             case ExecutorFailed():
                 raise item.error
+            case GrammarReady():
+                self._core.take_grammars()
             case _:
                 assert_never(item)
 
@@ -219,6 +229,12 @@ class EngineCoreLoop:
         for client_index, client_outputs in outputs.items():
             message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, outputs=client_outputs)
             self._output.put(ClientOutputs(client_index=client_index, outputs=message))
+
+    def _next_wake_at(self) -> float:
+        """When there is something to do that nobody rings for: a report, or the deadline of a request."""
+        deadline_at = self._core.next_deadline_at
+        report_at = self._next_report_at()
+        return report_at if deadline_at is None else min(report_at, deadline_at)
 
     def _next_report_at(self) -> float:
         return self._reported_at + (STATS_INTERVAL_S if self._has_changed else STATS_INTERVAL_AT_REST_S)

@@ -18,6 +18,8 @@ from ..workers.sampling_params import SamplingParams
 from ..workers.transformer_config import read_transformer_config
 from .chat_template import ChatTemplate
 from .errors import InvalidRequestError
+from .grammar.backend import GrammarError
+from .grammar.llguidance_backend import check_spec
 from .messages import EngineCoreRequest
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -114,12 +116,21 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(f"{num_prompt_tokens} tokens")
+        spec = params.structured_outputs
+        if spec is not None:
+            try:
+                check_spec(spec)
+            except GrammarError as error:
+                raise InvalidRequestError(
+                    f"structured_outputs: {error}", field="structured_outputs"
+                ) from None
         core_request = EngineCoreRequest(
             request_id=request_id,
             client_index=client_index,
             prompt_token_ids=prompt_token_ids,
             sampling_params=self._complete(params, num_prompt_tokens),
-            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            # Where a grammar has ended nothing but an end token can follow, whether it is to be ignored or not.
+            eos_token_ids=() if params.ignore_eos and spec is None else self.eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(63),
             arrived_at=self._clock() if arrived_at is None else arrived_at,
         )

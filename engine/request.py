@@ -52,6 +52,7 @@ class Request:
     num_slots:           tokens that its blocks have room for; written by the KVCacheManager
     num_cached_tokens:   prompt tokens that the prefix cache gave at first admission; None before it
     max_num_tokens:      prompt and output tokens at which the request ends, whatever they are
+    end_token_ids:       tokens that may end it: the model's own and the client's
     extra_keys:          what its blocks depend on beside the tokens
     block_hashes:        chained hashes of the full blocks of token_ids, as far as they were needed
     matcher:             state of its grammar, moved by every known output token; None without one
@@ -59,12 +60,12 @@ class Request:
     """
 
     __slots__ = (
-        "_end_token_ids",
         "_min_num_tokens",
         "attempt",
         "block_hashes",
         "client_index",
         "core_request",
+        "end_token_ids",
         "extra_keys",
         "group_id",
         "has_reported_cached_tokens",
@@ -107,7 +108,7 @@ class Request:
         self.matcher: Matcher | None = None
         self.num_overtaken = 0
         self._min_num_tokens = self.num_prompt_tokens + max(1, params.min_tokens)
-        self._end_token_ids = frozenset((*core_request.eos_token_ids, *params.stop_token_ids))
+        self.end_token_ids = frozenset((*core_request.eos_token_ids, *params.stop_token_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -145,12 +146,14 @@ class Request:
         """
         num_tokens = len(self.token_ids)
         last = self.token_ids[-1]
-        if last in self._end_token_ids and (
+        if last in self.end_token_ids and (
             num_tokens >= self._min_num_tokens or (self.matcher is not None and self.matcher.is_finished)
         ):
             if num_tokens > self.num_prompt_tokens:
                 is_eos = last in self.core_request.eos_token_ids
                 return Stop(finish_reason=FinishReason.STOP, stop_reason=None if is_eos else last)
+        if self.matcher is not None and self.matcher.is_finished and not self.end_token_ids:
+            return Stop(finish_reason=FinishReason.STOP)
         if num_tokens >= self.max_num_tokens:
             return Stop(finish_reason=FinishReason.LENGTH)
         return None
@@ -166,5 +169,5 @@ class Request:
             block_ids=block_ids,
             sampling_params=self.core_request.sampling_params,
             seed=self.core_request.seed,
-            stop_token_ids=tuple(sorted(self._end_token_ids)),
+            stop_token_ids=tuple(sorted(self.end_token_ids)),
         )

@@ -22,7 +22,6 @@ every rank computes the steps in their order: a step that is given such a block 
 in flight. What a step in flight writes there late is of no use to anyone, and is never published.
 """
 
-import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -30,6 +29,7 @@ from operator import attrgetter
 
 from ..workers.messages import ModelRunnerOutput, SchedulerOutput
 from .config import SchedulerConfig
+from .deadlines import DeadlineHeap
 from .grammar.backend import Matcher
 from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -63,8 +63,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._kv = kv_cache_manager
-        # The last token of a request is never computed, so one more than the capacity would do; the plain
-        # capacity keeps the sentence simple: no request is longer than the cache.
+        # One more would do, for the last token is never computed; but "no longer than the cache" is simpler.
         self._max_model_len = min(max_model_len, kv_cache_manager.capacity_tokens)
         self._vocab_size = vocab_size
         self._num_watermark_blocks = max(1, int(WATERMARK * kv_cache_manager.num_blocks))
@@ -75,10 +74,11 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         # The first admitted request of each group, as long as it runs.
         self._leaders: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = DeadlineHeap()
         # What the workers hold and must drop: told with the next step.
         self._removed_request_ids: list[str] = []
         self._num_arrived = 0
+        self._num_blocked = 0
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
@@ -95,6 +95,11 @@ class Scheduler:
     def num_unfinished_requests(self) -> int:
         """Waiting and running requests."""
         return len(self._requests)
+
+    @property
+    def num_open_requests(self) -> int:
+        """Unfinished requests that do not wait for something outside."""
+        return len(self._requests) - self._num_blocked
 
     @property
     def num_free_places(self) -> int:
@@ -131,10 +136,11 @@ class Scheduler:
             return refuse(core_request, "too many requests are waiting", is_full=True)
         if core_request.sampling_params.structured_outputs is not None:
             request.status = RequestStatus.BLOCKED
+            self._num_blocked += 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
         if core_request.deadline_at is not None:
-            heapq.heappush(self._deadlines, (core_request.deadline_at, self._num_arrived, request))
+            self._deadlines.add(core_request.deadline_at, request)
         return None
 
     def set_matcher(self, request_id: str, matcher: Matcher) -> EngineCoreOutput | None:
@@ -147,14 +153,20 @@ class Scheduler:
             return None
         output_token_ids = request.token_ids[request.num_prompt_tokens :]
         if not matcher.accept(output_token_ids):
-            self._finish(request)
-            return refuse(request.core_request, "the output so far does not fit the grammar")
+            return self.refuse_request(request_id, "the output so far does not fit the grammar")
         request.matcher = matcher
         request.status = RequestStatus.WAITING
+        self._num_blocked -= 1
         if output_token_ids and (stop := request.check_stop()):
             self._finish(request)
             return make_output(request, stop=stop)
         return None
+
+    def refuse_request(self, request_id: str, error: str) -> EngineCoreOutput:
+        """End an unfinished request whose parameters turned out to be wrong. Returns its last output."""
+        request = self._requests[request_id]
+        self._finish(request)
+        return refuse(request.core_request, error)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests, at whatever stage they are. Unknown ids are ignored."""
@@ -165,18 +177,15 @@ class Scheduler:
 
     def expire(self, now: float) -> list[EngineCoreOutput]:
         """End the requests whose deadline has passed. now: instant of the clock of `deadline_at`."""
-        outputs = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.status is not RequestStatus.FINISHED:
-                self._finish(request)
-                outputs.append(make_output(request, finish_reason=FinishReason.TIMEOUT))
-        return outputs
+        expired = self._deadlines.pop_expired(now)
+        for request in expired:
+            self._finish(request)
+        return [make_output(request, finish_reason=FinishReason.TIMEOUT) for request in expired]
 
     @property
     def next_deadline_at(self) -> float | None:
         """When `expire` has something to do next, at the earliest."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_at
 
     def get_request_ids(self, client_index: int | None = None) -> list[str]:
         """Name the unfinished requests, of one front end or of all."""
@@ -280,16 +289,17 @@ class Scheduler:
             assert 0 < request.num_computed_tokens <= request.num_tokens + request.num_placeholders
             assert request.num_computed_tokens <= request.num_slots
             assert self._kv.num_slots(request.request_id) == request.num_slots
+        blocked = [request for request in self._waiting if request.status is RequestStatus.BLOCKED]
+        assert len(blocked) == self._num_blocked
         for request in self._waiting:
             assert request.status in (RequestStatus.BLOCKED, RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request.num_computed_tokens == 0
 
     def _schedule_running(self, plan: StepPlan) -> bool:
-        """Advance the running requests; preempt from the end where blocks are missing. True when that happened."""
+        """Advance the running requests. True when one of them was preempted for lack of blocks."""
         running = self._running
         num_preemptions_before = self._num_preemptions
         index = 0
-        # Grows no more, and shrinks from its end only.
         while index < len(running):
             request = running[index]
             index += 1
@@ -379,6 +389,7 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.remove(request.request_id)
+            self._num_blocked -= request.status is RequestStatus.BLOCKED
         request.status = RequestStatus.FINISHED
 
     def _release(self, request: Request) -> None:

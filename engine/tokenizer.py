@@ -30,6 +30,8 @@ class Codec(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
+    def to_json(self) -> str | None: ...
+
 
 class Tokenizer:
     """The tokenizer of one model. Made by `load_tokenizer`.
@@ -74,6 +76,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text, without any clean-up of spaces. Ids outside the vocabulary give nothing."""
         return self._codec.decode(token_ids, skip_special_tokens)
+
+    def to_json(self) -> str | None:
+        """Write the whole tokenizer in the format of tokenizer.json; None when it has no such form."""
+        return self._codec.to_json()
 
     def id_to_token(self, token_id: int) -> str | None:
         """Name one id as it stands in the vocabulary."""
@@ -141,6 +147,10 @@ class _NativeCodec:
         text: str = self._native.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str | None:
+        text: str = self._native.to_str()
+        return text
+
 
 class _TransformersCodec:
     def __init__(self, tokenizer: Any) -> None:
@@ -154,6 +164,9 @@ class _TransformersCodec:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def to_json(self) -> str | None:
+        return None
 
 
 def _load_with_transformers(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from .forward_context import StepRows
-from .messages import NewRequest, SchedulerOutput
+from .messages import GrammarMasks, NewRequest, SchedulerOutput
 from .sampler import SamplingBatch
 
 Ints = npt.NDArray[np.int64]
@@ -130,8 +130,11 @@ class InputBatch:
             last_token_index=(ends - 1)[sampling_rows],
         )
 
-    def sampling_batch(self, step: StepInput) -> SamplingBatch:
-        """Parameters of the rows that sample in this step."""
+    def sampling_batch(self, step: StepInput, masks: GrammarMasks | None = None) -> SamplingBatch:
+        """Parameters of the rows that sample in this step.
+
+        masks: of those that have a grammar. Raises RuntimeError when one of them does not sample.
+        """
         rows = step.row_index[step.sampling_rows]
         if self._cached_rows is None or not np.array_equal(rows, self._cached_rows):
             self._cached_parameters = tuple(
@@ -141,7 +144,8 @@ class InputBatch:
             self._cached_rows = rows
         temperatures, top_ks, top_ps, seeds = self._cached_parameters
         num_outputs = self._num_tokens[rows] - self._num_prompt[rows]
-        banned_row_index, banned_token_ids = self._banned_pairs(rows, num_outputs)
+        allowed = self._allowed_tokens(step, masks) if masks is not None else {}
+        banned_row_index, banned_token_ids = self._banned_pairs(rows, num_outputs, allowed)
         is_random = self._temperatures[rows] > 0.0
         is_filtered = (self._top_ks[rows] > 0) | (self._top_ps[rows] < 1.0)
         return SamplingBatch(
@@ -154,6 +158,10 @@ class InputBatch:
             banned_token_ids=banned_token_ids,
             all_greedy=not is_random.any(),
             any_filtered=bool((is_random & is_filtered).any()),
+            grammar_row_index=torch.tensor(list(allowed), device=self._device) if allowed else None,
+            grammar_allowed=(
+                torch.from_numpy(np.stack(list(allowed.values()))).to(self._device) if allowed else None
+            ),
         )
 
     def finish_step(self, step: StepInput, sampled_token_ids: Ints) -> None:
@@ -212,16 +220,36 @@ class InputBatch:
             raise RuntimeError(f"request {request_id} is scheduled, and not held here")
         return row
 
-    def _banned_pairs(self, rows: Ints, num_outputs: Ints) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _allowed_tokens(self, step: StepInput, masks: GrammarMasks) -> dict[int, npt.NDArray[np.bool_]]:
+        """Unpack masks: [vocab_size] for each row that has one, by its place among the rows that sample."""
+        places = {step.request_ids[row]: place for place, row in enumerate(step.sampling_rows.tolist())}
+        words = np.frombuffer(masks.bits, dtype=np.uint8).reshape(len(masks.request_ids), -1)
+        bits = np.unpackbits(words, axis=1, bitorder="little", count=self._vocab_size).astype(np.bool_)
+        if not places.keys() >= set(masks.request_ids):
+            raise RuntimeError(f"a grammar is given for requests that do not sample: {masks.request_ids}")
+        return {places[request_id]: row for request_id, row in zip(masks.request_ids, bits, strict=True)}
+
+    def _banned_pairs(
+        self, rows: Ints, num_outputs: Ints, allowed: dict[int, npt.NDArray[np.bool_]]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not self._banned:
             return None, None
         held = [
             (index, self._banned[row])
             for index, row in enumerate(rows.tolist())
-            if row in self._banned and num_outputs[index] < self._min_tokens[row]
+            if row in self._banned
+            and num_outputs[index] < self._min_tokens[row]
+            # A grammar that has ended wins: to hold back end tokens, too, would leave nothing to sample.
+            and (index not in allowed or _leaves_some(allowed[index], self._banned[row]))
         ]
         if not held:
             return None, None
         row_index = np.repeat([index for index, _ in held], [len(ids) for _, ids in held])
         token_ids = np.concatenate([ids for _, ids in held])
         return torch.from_numpy(row_index).to(self._device), torch.from_numpy(token_ids).to(self._device)
+
+
+def _leaves_some(allowed: npt.NDArray[np.bool_], banned: Ints) -> bool:
+    left = allowed.copy()
+    left[banned] = False
+    return bool(left.any())

@@ -12,7 +12,7 @@ import torch
 from .forward_context import build_forward_context
 from .input_batch import InputBatch, StepInput
 from .layers.attention import LayerKVCache
-from .messages import ModelRunnerOutput, SchedulerOutput
+from .messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .models.causal_lm import CausalLM
 from .sampler import sample
 
@@ -51,7 +51,7 @@ class ModelRunner:
             return ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
         hidden = self._forward(step)
-        sampled = self._sample(step, hidden)
+        sampled = self._sample(step, hidden, scheduler_output.grammar_masks)
         self._batch.finish_step(step, sampled)
         return ModelRunnerOutput(
             step=scheduler_output.step,
@@ -70,7 +70,9 @@ class ModelRunner:
         hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)
         return hidden
 
-    def _sample(self, step: StepInput, hidden: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _sample(
+        self, step: StepInput, hidden: torch.Tensor, masks: GrammarMasks | None
+    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Tokens of the rows that sample. No rank enters the head when none does: all see the same step."""
         if step.sampling_rows.size == 0:
             return np.zeros(0, dtype=np.int64)
@@ -78,6 +80,6 @@ class ModelRunner:
         last = torch.from_numpy(step.last_token_index).to(self._device)
         logits = self._model.compute_logits(hidden.index_select(0, last))
         sampled: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-            sample(logits, self._batch.sampling_batch(step)).cpu().numpy()
+            sample(logits, self._batch.sampling_batch(step, masks)).cpu().numpy()
         )
         return sampled

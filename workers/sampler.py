@@ -3,8 +3,8 @@
 Called by: the model runner, on every rank. All ranks hold bit-equal logits and draw the same tokens.
 
 A row's token depends only on its own logits, parameters, seed and output position, never on its neighbours: rows
-are only batched, never mixed. Order: min_tokens mask, greedy choice, temperature, top-k, top-p on what top-k left,
-draw. Ties at a threshold all stay; a tie of the best goes to the lowest id.
+are only batched, never mixed. Order: grammar mask, min_tokens mask, greedy choice, temperature, top-k, top-p on what
+top-k left, draw. Ties at a threshold all stay; a tie of the best goes to the lowest id.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ class SamplingBatch:
     top_ks:            [rows] int64; 0: off
     top_ps:            [rows] float32; 1: off
     seeds, positions:  [rows] int64; position: index of the token among its request's output tokens
+    grammar_row_index: [m] int64, rows that have a grammar; grammar_allowed: [m, vocab_size] bool, what it allows
     banned_row_index, banned_token_ids: [n] int64, the pairs that min_tokens holds back
     all_greedy, any_filtered: known on the host, so that nothing waits for the device
     """
@@ -40,6 +41,8 @@ class SamplingBatch:
     banned_token_ids: torch.Tensor | None
     all_greedy: bool
     any_filtered: bool
+    grammar_row_index: torch.Tensor | None = None
+    grammar_allowed: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -49,6 +52,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     # float32 before anything else: in bfloat16 a sum of probabilities means nothing.
     logits = logits.float()
+    if batch.grammar_row_index is not None and batch.grammar_allowed is not None:
+        constrained = logits[batch.grammar_row_index].masked_fill(~batch.grammar_allowed, -torch.inf)
+        logits = logits.index_copy(0, batch.grammar_row_index, constrained)
     if batch.banned_row_index is not None and batch.banned_token_ids is not None:
         logits = logits.index_put(
             (batch.banned_row_index, batch.banned_token_ids), logits.new_tensor(-torch.inf)

@@ -1,11 +1,14 @@
 """Steps in flight: placeholders, late stops, and every token exactly once, against each request running alone."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.engine.messages import FinishReason
+from phalanx.workers.sampling_params import StructuredOutputs
 from support.engine import (
+    VOCAB_SIZE,
     FakeModelRunner,
     Pipeline,
     collect_tokens,
@@ -261,3 +264,79 @@ def test_any_stream_of_requests_gives_what_each_gives_alone(
     assert kv.num_free_blocks == num_blocks - 1
     assert kv.usage == 0.0
     assert kv.reset_prefix_cache()
+
+
+class EvenOnly:
+    """A grammar of even tokens that ends with its third one: `ENDS` may follow then, and nothing else."""
+
+    ENDS = (1,)
+
+    def __init__(self):
+        self.taken = []
+
+    @property
+    def is_finished(self):
+        return len(self.taken) >= 3
+
+    def fill(self, words):
+        words[:] = 0
+        for token_id in self.ENDS if self.is_finished else range(0, VOCAB_SIZE, 2):
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def accept(self, token_ids):
+        for token_id in token_ids:
+            if token_id not in (self.ENDS if self.is_finished else range(0, VOCAB_SIZE, 2)):
+                return False
+            self.taken.append(token_id)
+        return True
+
+
+CHOICE = StructuredOutputs(choice=("stands for a grammar",))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_with_a_grammar_steps_aside_until_it_is_ready_and_never_runs_ahead_of_it(depth):
+    scheduler, kv = make_scheduler()
+    scheduler.add_request(
+        make_request("a", structured_outputs=CHOICE, eos_token_ids=(1,), max_tokens=9, min_tokens=8)
+    )
+    scheduler.add_request(make_request("b", max_tokens=2))
+    runner = FakeModelRunner()
+    outputs = run_to_end(scheduler, runner, depth=depth)
+    assert collect_tokens(outputs).keys() == {"b"}
+    assert scheduler.num_open_requests == 0
+
+    assert scheduler.set_matcher("a", matcher := EvenOnly()) is None
+    outputs = run_to_end(scheduler, runner, depth=depth)
+
+    tokens = collect_tokens(outputs)["a"]
+    assert tokens == matcher.taken
+    assert [token_id % 2 for token_id in tokens] == [0, 0, 0, 1]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert kv.usage == 0.0
+
+
+def test_an_attempt_that_goes_on_has_moved_its_grammar_along():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(
+        make_request(
+            "a", structured_outputs=CHOICE, eos_token_ids=(1,), max_tokens=9, output_token_ids=[2, 4]
+        )
+    )
+    scheduler.set_matcher("a", matcher := EvenOnly())
+
+    outputs = run_to_end(scheduler, FakeModelRunner(), depth=2)
+
+    assert matcher.taken[:2] == [2, 4]
+    assert len(collect_tokens(outputs)["a"]) == 2
+
+
+def test_a_request_is_aborted_while_its_grammar_is_compiled_and_the_grammar_is_dropped():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("a", structured_outputs=CHOICE))
+
+    scheduler.abort_requests(["a"])
+
+    assert scheduler.set_matcher("a", EvenOnly()) is None
+    assert scheduler.schedule() is None
+    scheduler.check_invariants()

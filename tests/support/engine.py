@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from phalanx.engine.config import EngineConfig, SchedulerConfig
 from phalanx.engine.kv_cache_manager import KVCacheManager
 from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest
@@ -154,6 +156,13 @@ class FakeModelRunner:
             assert first + count <= len(token_ids)
             for position in range(first, first + count):
                 self.cells[self._cell(block_ids, position)] = token_ids[position]
+        masks = {}
+        if scheduled.grammar_masks is not None:
+            words = np.frombuffer(scheduled.grammar_masks.bits, dtype=np.uint8)
+            rows = np.unpackbits(
+                words.reshape(len(scheduled.grammar_masks.request_ids), -1), axis=1, bitorder="little"
+            )
+            masks = dict(zip(scheduled.grammar_masks.request_ids, rows, strict=True))
         request_ids, sampled = [], []
         for request_id, count in scheduled.num_scheduled_tokens.items():
             token_ids, block_ids = self.rows[request_id]
@@ -161,9 +170,13 @@ class FakeModelRunner:
             if self.num_computed[request_id] == len(token_ids):
                 seen = [self.cells[self._cell(block_ids, position)] for position in range(len(token_ids))]
                 token_id = next_token(seen, self.vocab_size)
+                if request_id in masks:
+                    choices = np.flatnonzero(masks.pop(request_id))
+                    token_id = int(choices[token_id % len(choices)])
                 token_ids.append(token_id)
                 request_ids.append(request_id)
                 sampled.append(token_id)
+        assert not masks, "a mask for a request that does not sample"
         return ModelRunnerOutput(step=scheduled.step, request_ids=request_ids, sampled_token_ids=sampled)
 
     def _cell(self, block_ids: list[int], position: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from phalanx.workers.input_batch import InputBatch
-from phalanx.workers.messages import NewRequest, SchedulerOutput
+from phalanx.workers.messages import GrammarMasks, NewRequest, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 
 
@@ -139,3 +139,39 @@ def test_what_does_not_fit_is_an_error() -> None:
         update(batch, computed={"a": 1})
     with pytest.raises(RuntimeError, match="not held here"):
         update(batch, computed={"b": 0})
+
+
+def masks(**allowed: list[int]) -> GrammarMasks:
+    words = np.zeros((len(allowed), 4), dtype=np.uint32)
+    for row, token_ids in zip(words, allowed.values(), strict=True):
+        for token_id in token_ids:
+            row[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return GrammarMasks(request_ids=list(allowed), bits=words.tobytes())
+
+
+def test_masks_find_their_rows_by_name_and_chunks_have_none() -> None:
+    batch = make_batch()
+    update(batch, added=[new("a", [1, 2], [1]), new("b", [3], [2]), new("c", [4], [3])])
+    step = batch.build_step({"a": 1, "b": 1, "c": 1})
+
+    sampling = batch.sampling_batch(step, masks(c=[0, 99], b=[31, 32]))
+
+    assert sampling.grammar_row_index is not None
+    assert sampling.grammar_allowed is not None
+    rows = dict(zip(sampling.grammar_row_index.tolist(), sampling.grammar_allowed, strict=True))
+    assert rows[0].nonzero().flatten().tolist() == [31, 32]
+    assert rows[1].nonzero().flatten().tolist() == [0, 99]
+    with pytest.raises(RuntimeError, match="do not sample"):
+        batch.sampling_batch(step, masks(a=[1]))
+
+
+def test_min_tokens_gives_way_where_a_grammar_has_ended() -> None:
+    batch = make_batch()
+    params = SamplingParams(temperature=0.0, min_tokens=9)
+    update(batch, added=[new("a", [1], [1], sampling_params=params, stop_token_ids=(5, 6))])
+    step = batch.build_step({"a": 1})
+
+    assert batch.sampling_batch(step, masks(a=[5, 6])).banned_token_ids is None
+    held_back = batch.sampling_batch(step, masks(a=[5, 7])).banned_token_ids
+    assert held_back is not None
+    assert held_back.tolist() == [5, 6]

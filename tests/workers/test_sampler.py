@@ -1,5 +1,7 @@
 """The sampler against a plain oracle in float64."""
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -165,3 +167,13 @@ def test_leaving_out_hopeless_tokens_changes_no_draw() -> None:
     plain = (logits.double() + gumbel_rows(batch.seeds, batch.positions, 512)).argmax(dim=-1)
 
     assert torch.equal(sample(logits, batch), plain)
+
+
+def test_a_grammar_masks_its_rows_before_anything_else_and_leaves_the_others_alone() -> None:
+    logits = torch.tensor([[9.0, 5.0, 1.0, 0.0]]).repeat(3, 1)
+    allowed = torch.tensor([[False, False, True, True], [False, True, True, False]])
+    free = make_batch(3, temperatures=[0.0] * 3, banned=[(2, 1)])
+    batch = dataclasses.replace(free, grammar_row_index=torch.tensor([0, 2]), grammar_allowed=allowed)
+
+    assert sample(logits, batch).tolist() == [2, 0, 2]
+    assert logits.tolist() == [[9.0, 5.0, 1.0, 0.0]] * 3

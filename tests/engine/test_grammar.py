@@ -1,0 +1,223 @@
+"""Grammars: what the masks allow is what the specification means, and nothing is left over at the end."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.engine.grammar.backend import GrammarError
+from phalanx.engine.grammar.compiler_pool import CompilerPool
+from phalanx.engine.grammar.llguidance_backend import LLGuidanceCompiler, check_spec
+from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.workers.sampling_params import SamplingParamsError, StructuredOutputs
+from support.tokenizers import build_byte_level
+
+PADDING = 7
+"""Ids that the model has and the tokenizer does not."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(build_byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return LLGuidanceCompiler(lambda: tokenizer, vocab_size=tokenizer.vocab_size + PADDING)
+
+
+def start(compiler, tokenizer, *, end_token_ids=None, **spec):
+    ends = frozenset(end_token_ids if end_token_ids is not None else [tokenizer.eos_token_id])
+    return compiler.compile(StructuredOutputs(**spec)).new_matcher(ends)
+
+
+def allowed(matcher, vocab_size):
+    words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, dtype=np.uint32)
+    matcher.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]).tolist()
+
+
+def walk(matcher, tokenizer, rng, *, max_tokens=400):
+    """Choose among the allowed tokens at random; None when the walk did not come to an end."""
+    ids = []
+    for _ in range(max_tokens):
+        choices = allowed(matcher, tokenizer.vocab_size + PADDING)
+        assert choices, "nothing is allowed"
+        # Ends are preferred, or a walk would hardly ever leave a string.
+        ends = [token_id for token_id in choices if token_id == tokenizer.eos_token_id]
+        token_id = ends[0] if ends and rng.random() < 0.5 else rng.choice(choices)
+        assert token_id < tokenizer.vocab_size, "padding is never allowed"
+        assert matcher.accept([token_id])
+        if token_id == tokenizer.eos_token_id:
+            return tokenizer.decode(ids)
+        ids.append(token_id)
+    return None
+
+
+@pytest.mark.parametrize(
+    "texts", [("yes", "no"), ("a", "ab", "abc"), ("é😀", 'quo"te', "back\\slash", "new\nline")]
+)
+def test_every_choice_can_be_reached_also_when_one_is_the_beginning_of_another(compiler, tokenizer, texts):
+    seen = set()
+    for seed in range(60):
+        seen.add(walk(start(compiler, tokenizer, choice=texts), tokenizer, random.Random(seed)))
+
+    assert seen == set(texts)
+
+
+@pytest.mark.parametrize("regex", [r"[ab]+c", r"[0-9]{3}-[0-9]{2}", r"(?i)x(yz)?", r"a{2,4}|b"])
+def test_a_regular_expression_matches_the_whole_output(compiler, tokenizer, regex):
+    for seed in range(30):
+        text = walk(start(compiler, tokenizer, regex=regex), tokenizer, random.Random(seed))
+        assert text is None or re.fullmatch(regex, text)
+
+
+def test_json_fits_its_schema_and_json_object_is_an_object(compiler, tokenizer):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 12}, "b": {"type": "boolean"}},
+        "required": ["n", "b"],
+        "additionalProperties": False,
+    }
+    texts = [
+        walk(start(compiler, tokenizer, json=json.dumps(schema)), tokenizer, random.Random(seed))
+        for seed in range(40)
+    ]
+    for text in filter(None, texts):
+        value = json.loads(text)
+        assert value.keys() == {"n", "b"}
+        assert 3 <= value["n"] <= 12
+        assert isinstance(value["b"], bool)
+    assert any(texts)
+    matcher = start(compiler, tokenizer, json_object=True)
+    first = {tokenizer.decode([token_id])[0] for token_id in allowed(matcher, tokenizer.vocab_size)}
+    assert first == {"{"}
+
+
+def test_an_end_token_whose_text_fits_into_a_string_is_held_back_until_the_grammar_is_complete(
+    compiler, tokenizer
+):
+    (x,) = tokenizer.encode("X", add_special_tokens=False)
+    (quote,) = tokenizer.encode('"', add_special_tokens=False)
+    matcher = start(compiler, tokenizer, json='{"type": "string"}', end_token_ids=[x, tokenizer.eos_token_id])
+
+    assert matcher.accept([quote])
+    inside = allowed(matcher, tokenizer.vocab_size)
+    assert x not in inside
+    assert tokenizer.eos_token_id not in inside
+    assert len(inside) > 5
+    assert not matcher.accept([x])
+    assert matcher.accept([quote])
+    assert matcher.is_finished
+    assert allowed(matcher, tokenizer.vocab_size) == sorted([x, tokenizer.eos_token_id])
+    assert matcher.accept([x])
+
+
+def test_a_refused_token_changes_nothing(compiler, tokenizer):
+    matcher = start(compiler, tokenizer, choice=("abc",))
+    a, b, x = tokenizer.encode("abx", add_special_tokens=False)
+    before = allowed(matcher, tokenizer.vocab_size)
+
+    assert not matcher.accept([a, x])
+    assert matcher.probe([a, b, x]) == 2
+
+    assert allowed(matcher, tokenizer.vocab_size) == before
+    assert matcher.accept([a, b])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_taking_back_any_number_of_tokens_leads_back_to_the_same_masks(compiler, tokenizer, data):
+    spec = data.draw(
+        st.sampled_from([{"regex": "a+"}, {"json": '{"type": "string"}'}, {"choice": ("a", "ab")}])
+    )
+    rng = random.Random(data.draw(st.integers(0, 1000)))
+    matcher = start(compiler, tokenizer, **spec)
+    masks = [allowed(matcher, tokenizer.vocab_size)]
+    for _ in range(6):
+        token_id = rng.choice(masks[-1])
+        assert matcher.accept([token_id])
+        masks.append(allowed(matcher, tokenizer.vocab_size))
+        if token_id == tokenizer.eos_token_id:
+            break
+    num_back = data.draw(st.integers(0, len(masks) - 1))
+
+    matcher.rollback(num_back)
+
+    assert allowed(matcher, tokenizer.vocab_size) == masks[len(masks) - 1 - num_back]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_what_the_mask_allows_is_accepted_and_nothing_else(compiler, tokenizer, seed):
+    rng = random.Random(seed)
+    matcher = start(compiler, tokenizer, regex=rng.choice(["[ab]{1,3}", "(cd)*e?", '"[^"]*"']))
+    for _ in range(3):
+        open_ids = allowed(matcher, tokenizer.vocab_size)
+        for token_id in rng.sample(range(tokenizer.vocab_size), 30):
+            assert matcher.probe([token_id]) == (token_id in open_ids)
+        token_id = rng.choice(open_ids)
+        assert matcher.accept([token_id])
+        if token_id == tokenizer.eos_token_id:
+            return
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"json": '{"not": {}}'}, "not"),
+        ({"json": '{"type": "array", "uniqueItems": true}'}, "uniqueItems"),
+        ({"json": "false"}, "allow something"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": '{"x-guidance": {"lenient": true}, "not": {}}'}, "x-guidance"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": "["}, "unclosed"),
+        ({"grammar": "start: foo"}, "unknown name"),
+        ({"grammar": "garbage"}, "Expected token"),
+    ],
+)
+def test_what_cannot_be_held_to_is_refused_in_a_sentence(spec, problem):
+    with pytest.raises(GrammarError, match=problem) as raised:
+        check_spec(StructuredOutputs(**spec))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{}, {"choice": ("a",), "regex": "a"}, {"choice": ()}, {"choice": ("",)}, {"choice": "ab"}, {"regex": ""},
+     {"grammar": "a\0b"}, {"json": "x" * (1 << 19)}],
+)  # fmt: skip
+def test_a_specification_has_one_form_that_is_not_empty(spec):
+    with pytest.raises(SamplingParamsError):
+        StructuredOutputs(**spec)
+
+
+class OddCompiler:
+    def compile(self, spec):
+        if spec.regex == "refused":
+            raise GrammarError("no such thing")
+        if spec.regex == "crash":
+            raise RuntimeError("secret state")
+        return spec
+
+
+def test_a_compilation_that_fails_is_that_requests_affair_alone():
+    rung = []
+    pool = CompilerPool(OddCompiler(), lambda: rung.append(1))
+    for name in ("refused", "crash", "fine"):
+        pool.submit(name, 3, StructuredOutputs(regex=name))
+    done = {}
+    while len(done) < 3:
+        done |= {compiled.request_id: compiled for compiled in pool.take(5.0)}
+    pool.close()
+
+    assert done["refused"].error == "no such thing"
+    assert done["crash"].error == "the grammar cannot be compiled: RuntimeError"
+    assert done["fine"].error is None
+    assert {compiled.attempt for compiled in done.values()} == {3}
+    assert len(rung) == 3
+    pool.close()
