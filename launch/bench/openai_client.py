@@ -15,7 +15,8 @@ from .sse_decoder import SseDecoder
 from .workload import RequestSpec
 
 DONE = b"[DONE]"
-_MAX_ERROR_TEXT = 80
+_MAX_ERROR_KIND = 60
+_MAX_ERROR_TEXT = 160
 
 
 class Endpoint(StrEnum):
@@ -35,6 +36,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     token_at:          when each piece of the stream with text came; a piece may hold several tokens
     num_prompt_tokens, num_output_tokens: as the server counted; output: pieces, when it did not
     error:             what kind of failure; None: it ended well
+    error_detail:      what the server said of it
     """
 
     index: int
@@ -46,6 +48,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    error_detail: str = ""
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -133,6 +136,7 @@ class OpenAIClient:
             record.error = "timeout"
         except OSError as error:
             record.error = f"connection: {type(error).__name__}"
+            record.error_detail = str(error)[:_MAX_ERROR_TEXT]
         except (msgspec.MsgspecError, UnicodeDecodeError):
             record.error = "a chunk that does not decode"
         if record.error is not None or not record.ended_at:
@@ -143,8 +147,9 @@ class OpenAIClient:
         response = await self._http.send("POST", _PATHS[self._endpoint], body)
         try:
             if response.status != 200:
-                await response.read()
+                said = await response.read()
                 record.error = f"status {response.status}"
+                record.error_detail = said.decode(errors="replace")[:_MAX_ERROR_TEXT]
                 return
             await self._read_stream(response, record)
         finally:
@@ -164,6 +169,7 @@ class OpenAIClient:
     def _take(self, chunk: _Chunk, at: float, record: RequestRecord) -> None:
         if bytes(chunk.error) != b"null":
             record.error = f"error event: {_error_kind(chunk.error)}"
+            record.error_detail = bytes(chunk.error).decode(errors="replace")[:_MAX_ERROR_TEXT]
         if chunk.usage is not None:
             record.num_prompt_tokens = chunk.usage.prompt_tokens
             record.num_output_tokens = chunk.usage.completion_tokens
@@ -203,4 +209,4 @@ def _error_kind(raw: msgspec.Raw) -> str:
     error = msgspec.json.decode(raw)
     if isinstance(error, dict):
         error = error.get("type") or error.get("code") or error.get("message")
-    return str(error)[:_MAX_ERROR_TEXT]
+    return str(error)[:_MAX_ERROR_KIND]

@@ -3,7 +3,8 @@
 Called by: the benchmarks that compare with other software. Its code lies as text in peers/, outside the package's
 rules: a baseline may fork, or import what the package must not. It is no ChildProcess, since that runs this
 package's modules. When it dies: `ask` raises BenchError with the end of what it printed. When this process dies:
-the kernel kills the baseline.
+the kernel kills the baseline. What it leaves in the temporary or the cache folder lies in a folder of its own, which
+goes with it.
 """
 
 import json
@@ -38,6 +39,7 @@ class PeerProcess:
         self._env = env
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile()
+        self._folder = tempfile.TemporaryDirectory(prefix="cluster-bench-")
 
     def __enter__(self) -> Self:
         try:
@@ -47,7 +49,12 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env={**os.environ, **self._env},
+                env={
+                    **os.environ,
+                    **self._env,
+                    "TMPDIR": self._folder.name,
+                    "XDG_CACHE_HOME": self._folder.name,
+                },
                 process_group=0,
             )
             self.versions = self._receive()["versions"]
@@ -84,6 +91,7 @@ class PeerProcess:
             process.kill()
             process.communicate()
         self._errors.close()
+        self._folder.cleanup()
 
     def _receive(self) -> dict[str, Any]:
         assert self._process is not None

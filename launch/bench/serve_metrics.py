@@ -41,6 +41,7 @@ class ServeRun(msgspec.Struct, frozen=True, kw_only=True):
     duration_s:   from the first sending to the last end
     goodput:      good requests per second; None without objectives
     errors:       failed requests by kind; they count in nothing else
+    error_details: for each kind, what the server said of the first one
     max_in_flight: most requests under way at once
     """
 
@@ -49,6 +50,7 @@ class ServeRun(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_completed: int
     errors: dict[str, int]
+    error_details: dict[str, str]
     duration_s: float
     max_in_flight: int
     num_prompt_tokens: int
@@ -80,6 +82,8 @@ def measure_run(
         num_requests=len(records),
         num_completed=len(good),
         errors=dict(Counter(record.error for record in records if record.error is not None)),
+        # Backwards, so that the first of a kind stays.
+        error_details={record.error: record.error_detail for record in reversed(records) if record.error},
         duration_s=duration_s,
         max_in_flight=max_in_flight(records),
         num_prompt_tokens=num_prompt_tokens,
@@ -211,7 +215,12 @@ def _error_table(by_target: Mapping[str, Sequence[ServeRun]]) -> Table:
     rows = []
     for target, runs in by_target.items():
         counts: Counter[str] = Counter()
+        details: dict[str, str] = {}
         for run in runs:
             counts.update(run.errors)
-        rows += [[f"{target}: {kind}", str(count)] for kind, count in counts.most_common()]
-    return Table(title="Failed requests", columns=["what", "requests"], rows=rows)
+            details = run.error_details | details
+        for kind, count in counts.most_common():
+            # A bar would end the cell of a table in markdown.
+            detail = " ".join(details.get(kind, "").replace("|", "/").split())
+            rows.append([f"{target}: {kind}", str(count), detail])
+    return Table(title="Failed requests", columns=["what", "requests", "the first one"], rows=rows)

@@ -81,7 +81,8 @@ def test_failures_are_counted_by_kind_and_in_nothing_else(tmp_path: Path) -> Non
         "a chunk that does not decode": 1,
     }
     assert (run["num_completed"], run["num_output_tokens"], run["ttft"]["count"]) == (4, 24, 4)
-    assert "## Failed requests" in (tmp_path / "r.md").read_text(encoding="utf-8")
+    page = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert '| server: status 429 | 2 | {"error": {"message": "later"}} |' in page
 
 
 def test_a_stream_without_text_counts_its_end_as_the_first_that_is_seen(tmp_path: Path) -> None:
