@@ -150,11 +150,18 @@ def _merges_of(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str,
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    for text, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
-        if kind == TokenKind.CONTROL:
-            tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-        elif kind == TokenKind.USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(text, normalized=False)])
+    kinds = list(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
+    # Each call builds the search for added tokens anew: one by one, Gemma's six thousand take half a minute.
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, normalized=False, special=True)
+            for text, kind in kinds
+            if kind == TokenKind.CONTROL
+        ]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text, kind in kinds if kind == TokenKind.USER_DEFINED]
+    )
     is_sentence_piece = metadata["tokenizer.ggml.model"] == "llama"
     begins = metadata.get("tokenizer.ggml.add_bos_token", is_sentence_piece)
     ends = metadata.get("tokenizer.ggml.add_eos_token", False)

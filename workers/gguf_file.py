@@ -77,7 +77,7 @@ class GgufFile:
         block = FORMATS[tensor.kind]
         first, last = columns.start // block.block_size, -(-columns.stop // block.block_size)
         start = tensor.start + rows.start * tensor.row_bytes
-        lines = self._data[start : start + rows.size * tensor.row_bytes].reshape(rows.size, -1)
+        lines = self._data[start : start + rows.size * tensor.row_bytes].reshape(rows.size, tensor.row_bytes)
         numbers = dequantize(lines[:, first * block.num_bytes : last * block.num_bytes], tensor.kind)
         offset = columns.start - first * block.block_size
         numbers = numbers[:, offset : offset + columns.size]

@@ -55,7 +55,7 @@ def dequantize(data: Bytes, kind: GgufType) -> Floats:
     for start in range(0, len(blocks), BLOCKS_AT_ONCE):
         part = slice(start, start + BLOCKS_AT_ONCE)
         numbers[part] = block.decode(np.ascontiguousarray(blocks[part]))
-    return numbers.reshape(*data.shape[:-1], -1)
+    return numbers.reshape(*data.shape[:-1], data.shape[-1] // block.num_bytes * block.block_size)
 
 
 def _f32(blocks: Bytes) -> Floats:

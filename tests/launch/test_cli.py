@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import cli
+from phalanx.launch.config import LaunchConfig
+from phalanx.launch.model_source import resolve_model
 from phalanx.shm.exit_codes import ExitCode
+from phalanx.workers.config import ModelConfig
+from support.tiny_gguf import write_gguf
 
 FLAGS = [
     "--api-key-file",
@@ -270,3 +274,30 @@ def test_the_module_runs_as_a_program_without_torch() -> None:
     assert as_module.stdout.startswith("phalanx ")
     assert as_script.returncode == ExitCode.BAD_CONFIG, as_script.stderr
     assert isinstance(cli.build_parser(), argparse.ArgumentParser)
+
+
+def test_an_unknown_family_is_refused_with_a_list_of_those_that_there_are(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "n_head": 12}
+    (model / "config.json").write_text(json.dumps(config))
+
+    code, out, err = run(capsys, model)
+
+    assert (code, out) == (2, "")
+    assert "GPT2LMHeadModel is not supported; supported: Gemma3ForCausalLM, " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_gguf_file_is_a_model_named_after_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "tiny.Q4_0.gguf")
+
+    path = tmp_path / "tiny.Q4_0.gguf"
+
+    code, _, _ = run(capsys, path, "--tp", 3, "--device", "cpu", "--port", 0, "--dry-run")
+    resolved = resolve_model(LaunchConfig(model=ModelConfig(path=str(path))))
+
+    assert code == ExitCode.OK
+    assert (resolved.model.path, resolved.server.served_model_name) == (str(path), "tiny.Q4_0")
