@@ -3,20 +3,25 @@
 Called by: the ring buffer and the status board, in every process and thread that shares a segment.
 Invariant: every word has one writer, so loads and stores are enough; no read-modify-write is needed.
 
-What orders what. A writer fills memory and then stores a word (`Words.store`, a release); a reader loads
-the word (`Words.load`, an acquire) and then reads the memory. The reader that sees the new word sees all
-that was written before it.
+What orders what. A writer fills memory and then stores a word (`Words.store`, a release: nothing earlier comes after
+it); a reader loads the word (`Words.load`, an acquire: nothing later comes before it) and then reads the memory. The
+reader that sees the new word sees all that was written before it, and a word that is stored after the last look at
+something (a reader's cursor) is not seen before that look is over.
 
-* x86-64: the machine itself keeps stores in order and loads in order, so that a plain aligned store is a
-  release and a plain aligned load an acquire. CPython packs and unpacks an item of format "Q" by one
-  8-byte move, within one call through a function pointer, which no compiler moves across another.
-* aarch64: plain accesses may pass each other, so `__atomic_load_8` (acquire) and `__atomic_store_8` (release)
-  of libatomic are called through ctypes. This path was run on x86-64 only, never on Arm.
+* x86-64: stores become visible in their order, loads are performed in theirs, and a store never before an earlier load;
+  so a plain aligned store is a release and a plain aligned load an acquire. CPython packs and unpacks an item of
+  format "Q" by one 8-byte move, within one call through a function pointer, which no compiler moves across another.
+* aarch64: plain accesses to different places may pass each other in every way, so `__atomic_load_8` (acquire) and
+  `__atomic_store_8` (release) of libatomic are called through ctypes: the instructions ldar and stlr, or their like.
+  The copying between them is done by plain instructions, which those two keep on their side. This path was run on
+  x86-64, where it cannot fail, and never on Arm; what speaks for it is the model in tests/support/ring_model.py, which
+  finds each acquire or release that is left out where the machine's rules do not imply it.
 * anything else: `map_words` refuses.
 
 A store followed by a load of *another* word is ordered on neither machine ("is anybody asleep?" asked after
-publishing may be answered from before). Nobody asks that here: a writer always calls `futex_wake`, and the
-kernel's own barriers between a word's value and its queue of sleepers close that race.
+publishing may be answered from before). Nobody asks that here: a writer always calls `futex_wake`, and the kernel's
+own full barriers close that race: one in FUTEX_WAKE between the caller's stores and its look at the queue of sleepers,
+one in FUTEX_WAIT between queueing the caller and its look at the word. The same holds for an eventfd.
 
 When the peer dies: a word keeps its value, and a sleeper is not woken. Who sleeps does so in short slices
 and looks at its peer in between.

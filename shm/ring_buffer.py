@@ -304,9 +304,9 @@ class RingReader(RingEnd):
         return view
 
     def release(self) -> None:
-        """End the read: the writer may overwrite the record.
+        """End the read: the writer may overwrite the record. The view cannot be used any more.
 
-        Raises BufferError while something made from the view (an array, a tensor) still lives; the record is held.
+        What was cut from it (an array, a tensor) can, and shows later records then: it must be gone or copied.
         """
         view = self._view
         assert view is not None, "nothing is being read"
