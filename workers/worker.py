@@ -92,6 +92,7 @@ class Worker:
                 ) from error
             model.place_tables(info.device)
             self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
+            self._weight_bytes += model.pack_weights()
             self._model = model
         with self._phase("profile"):
             self._shape = kv_cache_shape(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.linear import linear, pack_weight
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
 from .shard import TensorShard, split_tensor
@@ -71,6 +72,7 @@ class ParallelHead(nn.Module):
         # Past nn.Module, which would count the embedding as a part of the head. Its parameter is looked up in each
         # call, because giving memory to a module replaces its parameters.
         object.__setattr__(self, "_tied_to", tied_to)
+        self._packed_copy: torch.Tensor | None = None
         self.own_weight: nn.Parameter | None = None
         if tied_to is None:
             weight = torch.empty(self.span.size, hidden_size, dtype=dtype)
@@ -90,7 +92,21 @@ class ParallelHead(nn.Module):
         return tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.group.all_gather_last_dim(F.linear(hidden, self.weight), self.sizes)
+        weight = self.weight if self._packed_copy is None else self._packed_copy
+        return self.group.all_gather_last_dim(linear(hidden, weight), self.sizes)
+
+    def pack(self) -> int:
+        """Store the loaded weight as the device likes it; return the bytes that this takes in addition.
+
+        The embedding reads single rows, so a parameter that it shares with the head stays, beside a copy.
+        """
+        packed = pack_weight(self.weight)
+        if self.own_weight is not None:
+            self.own_weight = nn.Parameter(packed, requires_grad=False)
+        elif packed is not self.weight:
+            self._packed_copy = packed
+            return packed.nbytes
+        return 0
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         if not self.is_tied:

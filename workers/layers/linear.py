@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.linear import linear, pack_weight
 from ..partition import RankShare
 from ..span import Span
 from ..tp_group import TensorParallelGroup
@@ -42,7 +42,11 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Store the loaded weight as the device likes it; `shards` is of no use afterwards."""
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
     def shards(self, prefix: str) -> Iterator[TensorShard]:
         """prefix: of the checkpoint's names, to which each column adds its own."""
@@ -126,7 +130,11 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # One rank adds the bias, or the sum would hold it once for each.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(F.linear(x, self.weight, bias))
+        return self.group.all_reduce(linear(x, self.weight, bias))
+
+    def pack(self) -> None:
+        """As ColumnParallelLinear."""
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield split_tensor(f"{name}.weight", self.weight, dim=1, span=self.span, full_size=self.input_size)

@@ -16,6 +16,7 @@ from ..forward_context import ForwardContext
 from ..layers.attention import LayerKVCache
 from ..layers.decoder_layer import DecoderLayer
 from ..layers.embedding import ParallelHead, VocabParallelEmbedding
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..layers.shard import TensorShard
@@ -120,6 +121,13 @@ class CausalLM(nn.Module, ABC):
         """Compute what is neither weight nor cache."""
         for rotary in self.rotaries:
             rotary.place(device)
+
+    def pack_weights(self) -> int:
+        """Store the loaded weights as the device likes them; return the bytes that this takes in addition."""
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.pack()
+        return self.head.pack()
 
     def shards(self) -> Iterator[TensorShard]:
         """Every tensor of the checkpoint, and where this rank's part of it goes."""
