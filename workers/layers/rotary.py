@@ -44,8 +44,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     x: [num_tokens, num_heads, head_size]; returns the same shape and dtype
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    wide = x.float()
+    turned = wide.new_empty(wide.shape)
+    (first, second), (turned_first, turned_second) = wide.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=turned_first)
+    turned_first.addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=turned_second)
+    turned_second.addcmul_(first, sin)
+    return turned.to(x.dtype)
 
 
 def _scale(frequencies: torch.Tensor, rope_scaling: dict[str, Any] | None) -> torch.Tensor:

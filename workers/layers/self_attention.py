@@ -45,9 +45,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         share, head_size = partition.own, config.head_dim
         self.head_size = head_size
-        self.sizes = [
-            heads * head_size for heads in (share.query_heads.size, share.kv_heads.size, share.kv_heads.size)
-        ]
+        self.num_heads, self.num_kv_heads = share.query_heads.size, share.kv_heads.size
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_size,
@@ -81,14 +79,23 @@ class SelfAttention(nn.Module):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> torch.Tensor:
-        # each [num_tokens, heads, head_size]
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
+        # [num_tokens, heads, head_size]: queries and keys, values
+        qk, v = (
+            self.qkv_proj(x)
+            .unflatten(-1, (-1, self.head_size))
+            .split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
-        output = self.attention(rotate(q, *angles), rotate(k, *angles), v, kv_cache, context)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = self._split(rotate(qk, *angles))
+        else:
+            q, k = self._split(qk)
+            q, k = rotate(self.q_norm.normalize(q), *angles), rotate(self.k_norm.normalize(k), *angles)
+        output = self.attention(q, k, v, kv_cache, context)
         return self.o_proj(output.flatten(1))
+
+    def _split(self, qk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+        return q, k
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield from self.qkv_proj.shards(name)
