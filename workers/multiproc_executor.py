@@ -236,7 +236,9 @@ class MultiprocExecutor:
         check_hook_name(name, self._config.hooks)
         call = RunHook(name, encode_argument(argument))
         timeout_s = self._config.call_timeout_s if timeout_s is None else timeout_s
-        pending = self._call(call, set(self._ranks), time.monotonic() + timeout_s, budget_s=math.inf)
+        # A ring that stays full is a hung rank, and no matter of how patient this caller is.
+        deadline_at = time.monotonic() + max(timeout_s, self._config.step_timeout_s)
+        pending = self._call(call, set(self._ranks), deadline_at, budget_s=math.inf)
         try:
             self.wait_call(pending, timeout_s)
         except QueueTimeoutError:
