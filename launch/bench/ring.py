@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     notes = [
         "round trip: from before the sending until the last reader's answer is here; payloads are bytes",
         "phalanx sends a typed frame with the payload beside it; its readers read in place, and so do ZMQ's. Pipe "
-        "and vLLM hand the reader a copy, as their interfaces do",
+        "and vLLM hand the reader a copy, as their interfaces do. Every reader looks at one byte of each page",
     ]
     with ExitStack() as resources:
         turns: dict[str, Turn] = {}

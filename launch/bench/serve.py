@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-requests", type=positive, metavar="N", help="in each run (100, or the whole trace)"
     )
-    group.add_argument("--concurrency", type=positive, metavar="N", help="most requests under way at once")
+    group.add_argument(
+        "--concurrency",
+        type=positive,
+        metavar="N",
+        help="most requests under way at once; without --rate, arrivals do not count",
+    )
     group.add_argument("--rate", type=float, metavar="R", help="arrivals per second: an open loop")
     group.add_argument("--burstiness", type=float, default=1.0, metavar="CV",
                        help="unevenness of arrivals: variation of their gaps; 1: Poisson (1)")  # fmt: skip
