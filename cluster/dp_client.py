@@ -40,6 +40,7 @@ class DpClient:
         self._balancer = LeastLoadedBalancer()
         self._replicas: dict[int, ReplicaInfo] = {}
         self._stats: dict[int, EngineStats] = {}
+        self._last_group: tuple[str | None, int] = (None, 0)
         self._own_outputs: list[EngineCoreOutput] = []
         self._has_own_outputs = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
@@ -106,7 +107,11 @@ class DpClient:
         """
         if self._replay.is_blamed(request):
             raise PoisonousRequestError()
-        dp_rank = self._choose()
+        # Samples of one prompt come one after the other, and share its blocks.
+        group_id, dp_rank = self._last_group
+        if request.group_id is None or request.group_id != group_id or dp_rank not in self._ready():
+            dp_rank = self._choose()
+        self._last_group = (request.group_id, dp_rank)
         self._replay.admit(request, dp_rank)
         self._send(dp_rank, request)
 

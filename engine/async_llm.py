@@ -10,6 +10,7 @@ stream ends with ReplicaLostError, and so does every later call.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +22,14 @@ from ..workers.sampling_params import SamplingParams
 from .core_client import CoreClient, ProcessCoreClient
 from .engine_options import make_engine_config
 from .errors import ReplicaLostError, RequestAbortedError, RequestError
-from .input_processor import InputProcessor, Message, ProcessedRequest, Prompt
+from .input_processor import (
+    DEFAULT_OPTIONS,
+    InputProcessor,
+    Message,
+    ProcessedRequest,
+    Prompt,
+    RequestOptions,
+)
 from .output_processor import OutputProcessor, RequestStream
 from .outputs import OutputKind, RequestOutput
 
@@ -110,24 +118,27 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = OutputKind.DELTA,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request is finished.
 
         request_id:  unique among the unfinished ones; None: made up here
         output_kind: DELTA: each output holds what is new since the last; a slow reader gets fewer, larger ones
-        Raises InvalidRequestError or QueueFullError before the first output, ReplicaLostError or
-        RequestAbortedError at any time.
+        options:     priority, salt of the prefix cache, deadline
+        Raises InvalidRequestError or QueueFullError before the first output, RequestTimeoutError,
+        ReplicaLostError or RequestAbortedError at any time.
         """
         if self._error is not None:
             raise self._error
         assert self._task is not None, "start() first"
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        processed = await self._process(request_id, prompt, sampling_params or SamplingParams())
+        processed = await self._process(request_id, prompt, sampling_params or SamplingParams(), options)
         stream = RequestStream(output_kind)
-        self._outputs.add_request(processed, stream=stream, kind=output_kind)
+        core_requests = self._outputs.add_request(processed, stream=stream, kind=output_kind)
         is_finished = False
         try:
-            await self._client.add_request(processed.core_request)
+            for core_request in core_requests:
+                await self._client.add_request(core_request)
             while not is_finished:
                 try:
                     output = await stream.get()
@@ -147,11 +158,12 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = OutputKind.DELTA,
+        options: RequestOptions = DEFAULT_OPTIONS,
         **template_variables: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next message of a chat, by the model's own template. See `generate`."""
         prompt = self._inputs.render_chat(messages, **template_variables)
-        outputs = self.generate(prompt, sampling_params, request_id, output_kind=output_kind)
+        outputs = self.generate(prompt, sampling_params, request_id, output_kind=output_kind, options=options)
         try:
             async for output in outputs:
                 yield output
@@ -160,9 +172,11 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; its iterator, if anyone still reads it, gets nothing more. Unknown ids are ignored."""
-        self._outputs.remove_requests([request_id])
+        request_ids = self._outputs.remove_requests([request_id])
+        if not request_ids:
+            return
         try:
-            await self._client.abort_requests([request_id])
+            await self._client.abort_requests(request_ids)
         except RequestError as error:
             log.debug("abort not delivered request_id=%s error=%s", request_id, error)
 
@@ -185,12 +199,19 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedRequest:
-        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARACTERS:
-            return await asyncio.to_thread(
-                self._inputs.process, request_id, prompt, params, client_index=self._client_index
-            )
-        return self._inputs.process(request_id, prompt, params, client_index=self._client_index)
+    async def _process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> ProcessedRequest:
+        process = functools.partial(
+            self._inputs.process,
+            request_id,
+            prompt,
+            params,
+            options=options,
+            client_index=self._client_index,
+        )
+        is_long = isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARACTERS
+        return await asyncio.to_thread(process) if is_long else process()
 
     async def _dispatch(self) -> None:
         """Take outputs until the engine is lost or this is cancelled. The body of the one task."""

@@ -33,3 +33,7 @@ class RequestAbortedError(RequestError):
 
 class ReplicaLostError(RequestError):
     """The replica that computed the request died. The request may be tried again."""
+
+
+class RequestTimeoutError(RequestError):
+    """The request's deadline has passed."""

@@ -32,12 +32,33 @@ Message = Mapping[str, Any]
 """One message of a chat: role, content, and what the template knows beyond."""
 
 
+MAX_SALT_CHARACTERS = 1024
+MAX_PRIORITY = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request is treated beside others.
+
+    priority:   requests of a smaller number are admitted first, and preempted last
+    cache_salt: cached prefixes are shared only with requests of the same salt
+    timeout_s:  the request fails with RequestTimeoutError when it is not finished by then
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
     """A request for an engine core, and the text that it came from (None: it came as tokens)."""
 
     core_request: EngineCoreRequest
     prompt: str | None
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 class InputProcessor:
@@ -96,6 +117,7 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        options: RequestOptions = DEFAULT_OPTIONS,
         client_index: int = 0,
         arrived_at: float | None = None,
     ) -> ProcessedRequest:
@@ -116,6 +138,8 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(f"{num_prompt_tokens} tokens")
+        _check_options(options)
+        arrived_at = self._clock() if arrived_at is None else arrived_at
         spec = params.structured_outputs
         if spec is not None:
             try:
@@ -132,7 +156,10 @@ class InputProcessor:
             # Where a grammar has ended nothing but an end token can follow, whether it is to be ignored or not.
             eos_token_ids=() if params.ignore_eos and spec is None else self.eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(63),
-            arrived_at=self._clock() if arrived_at is None else arrived_at,
+            arrived_at=arrived_at,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            deadline_at=None if options.timeout_s is None else arrived_at + options.timeout_s,
         )
         return ProcessedRequest(core_request=core_request, prompt=text)
 
@@ -175,3 +202,16 @@ class InputProcessor:
             f"{self.max_model_len} tokens",
             field="prompt",
         )
+
+
+def _check_options(options: RequestOptions) -> None:
+    if not -MAX_PRIORITY <= options.priority < MAX_PRIORITY:
+        raise InvalidRequestError("priority must be a number of 32 bits", field="priority")
+    salt = options.cache_salt
+    if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARACTERS:
+        raise InvalidRequestError(
+            f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters", field="cache_salt"
+        )
+    # A NaN is in no range.
+    if options.timeout_s is not None and not 0 < options.timeout_s < float("inf"):
+        raise InvalidRequestError("timeout_s must be a positive number", field="timeout_s")

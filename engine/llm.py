@@ -30,6 +30,7 @@ from .core import EngineCore
 from .core_client import InprocCoreClient
 from .engine_options import make_engine_config
 from .input_processor import InputProcessor, Message, Prompt
+from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .tokenizer import Tokenizer
@@ -100,21 +101,22 @@ class LLM:
             for prompt, one in zip(listed, params, strict=True)
         ]
         request_ids = [request.core_request.request_id for request in processed]
+        core_requests: list[EngineCoreRequest] = []
         finished: dict[str, RequestOutput] = {}
         if show_progress is None:
             show_progress = len(listed) > 1 and sys.stderr.isatty()
         try:
             for request in processed:
-                self._outputs.add_request(request)
+                core_requests += self._outputs.add_request(request)
             with (
                 _ProgressBar(len(listed), is_shown=show_progress) as bar,
                 _InterruptAfterStep() as interrupt,
             ):
-                waiting = iter(processed)
+                waiting = iter(core_requests)
                 while len(finished) < len(processed):
                     # The engine's queue is bounded; what does not fit yet waits here.
-                    for request in itertools.islice(waiting, self._client.num_free_places):
-                        self._client.add_request(request.core_request)
+                    for core_request in itertools.islice(waiting, self._client.num_free_places):
+                        self._client.add_request(core_request)
                     assert self._client.has_work, "requests that the engine does not know"
                     result = self._outputs.process(self._client.get_outputs())
                     self._client.abort_requests(result.abort_request_ids)
@@ -127,8 +129,7 @@ class LLM:
         finally:
             # After an error or Ctrl-C nothing of this call may run on into the next one.
             left = [request_id for request_id in request_ids if request_id not in finished]
-            self._outputs.remove_requests(left)
-            self._client.abort_requests(left)
+            self._client.abort_requests(self._outputs.remove_requests(left))
         return [finished[request_id] for request_id in request_ids]
 
     def chat(

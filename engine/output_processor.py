@@ -17,11 +17,15 @@ from .errors import (
     ReplicaLostError,
     RequestAbortedError,
     RequestError,
+    RequestTimeoutError,
 )
 from .input_processor import ProcessedRequest
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from .outputs import CompletionOutput, OutputKind, RequestOutput, RequestTimes, merge_deltas
+from .parallel_sampling import SampleGroup, fan_out
 from .tokenizer import Tokenizer
+
+_FAILURES = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT})
 
 
 class RequestStream:
@@ -85,6 +89,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
+        self._groups: dict[str, SampleGroup] = {}
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -101,22 +106,40 @@ class OutputProcessor:
         *,
         stream: RequestStream | None = None,
         kind: OutputKind = OutputKind.CUMULATIVE,
-    ) -> None:
+    ) -> list[EngineCoreRequest]:
         """Expect outputs for a request. Without a stream only its final output is made.
+
+        Returns what the engine must be asked for: one request, or one for each of n samples.
 
         Raises InvalidRequestError when a request of that id is unfinished.
         """
-        request = processed.core_request
-        if request.request_id in self._states:
-            raise InvalidRequestError(
-                f"a request with the id {request.request_id!r} is running", field="request_id"
+        request_id = processed.core_request.request_id
+        if request_id in self._states or request_id in self._groups:
+            raise InvalidRequestError(f"a request with the id {request_id!r} is running", field="request_id")
+        children = fan_out(processed)
+        group = None
+        if processed.core_request.sampling_params.n > 1:
+            child_ids = [child.request_id for child in children]
+            group = SampleGroup(request_id, child_ids, is_delta=kind is OutputKind.DELTA)
+            self._groups[request_id] = group
+        for index, child in enumerate(children):
+            self._states[child.request_id] = _RequestState(
+                self._tokenizer, child, processed.prompt, stream, kind, group, index
             )
-        self._states[request.request_id] = _RequestState(self._tokenizer, processed, stream, kind)
+        return children
 
-    def remove_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget requests whose reader has left. Unknown ids are ignored."""
+    def remove_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests whose reader has left. Unknown ids are ignored.
+
+        Returns the ids by which the engine knows them, those that it has finished left out.
+        """
+        removed = []
         for request_id in request_ids:
-            self._states.pop(request_id, None)
+            group = self._groups.pop(request_id, None)
+            for child_id in [request_id] if group is None else group.child_ids:
+                if self._states.pop(child_id, None) is not None:
+                    removed.append(child_id)
+        return removed
 
     def fail_all(self, error: RequestError) -> None:
         """End all streams with an error, and forget all requests."""
@@ -124,6 +147,7 @@ class OutputProcessor:
             if state.stream is not None:
                 state.stream.fail(error)
         self._states.clear()
+        self._groups.clear()
 
     def process(self, core_outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Take what the engine made; streams get theirs at once."""
@@ -134,11 +158,14 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is None or core_output.attempt != state.request.attempt:
                 continue
-            if core_output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                del self._states[request_id]
+            if core_output.finish_reason in _FAILURES:
                 error = _to_error(core_output)
+                parent_id = request_id if state.group is None else state.group.request_id
+                # Of n samples none is of use when one is missing.
+                others = self.remove_requests([parent_id])
+                result.abort_request_ids.extend(other for other in others if other != request_id)
                 if state.stream is None:
-                    result.errors[request_id] = error
+                    result.errors[parent_id] = error
                 else:
                     state.stream.fail(error)
                 continue
@@ -149,10 +176,14 @@ class OutputProcessor:
                     result.abort_request_ids.append(request_id)
             if output is None:
                 continue
-            if state.stream is None:
-                result.outputs.append(output)
-            else:
+            if state.group is not None:
+                output = state.group.combine(state.index, output)
+                if output.finished:
+                    del self._groups[output.request_id]
+            if state.stream is not None:
                 state.stream.put(output)
+            elif output.finished:
+                result.outputs.append(output)
         return result
 
 
@@ -162,14 +193,19 @@ class _RequestState:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        processed: ProcessedRequest,
+        request: EngineCoreRequest,
+        prompt: str | None,
         stream: RequestStream | None,
         kind: OutputKind,
+        group: SampleGroup | None,
+        index: int,
     ) -> None:
-        self.request: EngineCoreRequest = processed.core_request
+        self.request = request
         self.stream = stream
+        self.group = group
+        self.index = index
         self.finish_reason: FinishReason | None = None
-        self._prompt = processed.prompt
+        self._prompt = prompt
         self._kind = kind
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
@@ -256,6 +292,8 @@ def _to_error(core_output: EngineCoreOutput) -> RequestError:
     message = core_output.error or "the request was ended"
     if core_output.finish_reason is FinishReason.ABORT:
         return RequestAbortedError("the request was aborted: the engine stops")
+    if core_output.finish_reason is FinishReason.TIMEOUT:
+        return RequestTimeoutError("the request was not finished in the time that it was given")
     if core_output.retry_after_s is not None:
         return QueueFullError(core_output.retry_after_s)
     if core_output.is_invalid:

@@ -30,12 +30,13 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """The output of one request, or what is new of it.
+    """One output of a request, or what is new of it.
 
     token_ids:     all tokens, the one that ended the output included
     text:          without the text of end tokens and stop strings, unless they were asked for
     finish_reason: None while it runs
     stop_reason:   the client's stop token or stop string that ended it
+    index:         which of the n samples
     """
 
     text: str
@@ -47,11 +48,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One request and its output.
+    """One request and its outputs, in the order of their index. A delta holds those that have news.
 
     prompt:            its text; None when it came as tokens
     num_cached_tokens: prompt tokens that the prefix cache gave
-    num_output_tokens: in all, also when `outputs` holds what is new only
+    num_output_tokens: of all samples, also when `outputs` holds what is new only
     """
 
     request_id: str
@@ -65,7 +66,13 @@ class RequestOutput:
 
 
 def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Make one output of two that follow each other, both of kind DELTA."""
-    (first,), (second,) = earlier.outputs, later.outputs
-    merged = replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids)
-    return replace(later, outputs=[merged])
+    """Make one output of two that follow each other, both of kind DELTA. Samples are merged by their index."""
+    merged = {completion.index: completion for completion in earlier.outputs}
+    for second in later.outputs:
+        first = merged.get(second.index)
+        if first is not None:
+            second = replace(
+                second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids
+            )
+        merged[second.index] = second
+    return replace(later, outputs=[merged[index] for index in sorted(merged)])

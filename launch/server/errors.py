@@ -9,7 +9,13 @@ import msgspec
 from starlette.responses import Response
 
 from ...cluster.errors import NoReplicaError
-from ...engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestAbortedError
+from ...engine.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaLostError,
+    RequestAbortedError,
+    RequestTimeoutError,
+)
 from ...shm.errors import ServingError
 from ...workers.sampling_params import SamplingParamsError
 
@@ -86,6 +92,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="no_replica", retry_after_s=error.retry_after_s)
         case ReplicaLostError():
             return ApiError(503, str(error), code="replica_lost", retry_after_s=RETRY_SOON_S)
+        case RequestTimeoutError():
+            return ApiError(408, str(error), code="timeout")
         case RequestAbortedError():
             return ApiError(503, str(error), code="server_stopping", retry_after_s=RETRY_SOON_S)
         case ServingError():

@@ -1,7 +1,7 @@
 """Running the prompts of one HTTP request: pieces of text as they come, counted and timed.
 
 Called by: routes.py. Several prompts of one request run side by side, and their pieces come out in the order
-in which they arrive, each with the index of its prompt. Closing an iterator early aborts what still runs.
+in which they arrive, each with the index of its choice. Closing an iterator early aborts what still runs.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from ...engine.errors import RequestAbortedError
+from ...engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from ...engine.messages import FinishReason
-from ...engine.outputs import RequestOutput
+from ...engine.outputs import CompletionOutput
 from ...workers.sampling_params import SamplingParams
 from .protocol import PromptTokensDetails, Usage
 from .service import Service
@@ -20,19 +21,30 @@ from .service import Service
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt of a request. index: its choice in the answer."""
+    """One prompt of a request. index: of its first choice in the answer; its params.n samples follow each other."""
 
     index: int
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    options: RequestOptions = DEFAULT_OPTIONS
+
+    @property
+    def choices(self) -> range:
+        """The choices that this prompt makes."""
+        return range(self.index, self.index + self.params.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one output of the engine adds to one choice. finish_reason: "stop" or "length" in the last one."""
+    """What one output of the engine adds to one choice.
+
+    index:         of the choice; prompt_index: of the first choice of its prompt
+    finish_reason: "stop" or "length" in the last one
+    """
 
     index: int
+    prompt_index: int
     text: str
     num_tokens: int
     finish_reason: str | None
@@ -51,7 +63,8 @@ class UsageCounter:
     def add(self, piece: Piece) -> None:
         """Count one piece."""
         self.num_output_tokens += piece.num_tokens
-        self.cached_tokens[piece.index] = max(self.cached_tokens.get(piece.index, 0), piece.num_cached_tokens)
+        known = self.cached_tokens.get(piece.prompt_index, 0)
+        self.cached_tokens[piece.prompt_index] = max(known, piece.num_cached_tokens)
 
     def usage(self) -> Usage:
         """Give the numbers as the API shows them."""
@@ -102,23 +115,26 @@ async def _feed(service: Service, job: Job, queue: "asyncio.Queue[Piece | Except
 
 async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     metrics = service.metrics
-    started_at = last_at = time.monotonic()
-    is_first = True
-    outputs = service.engine.generate(job.prompt_token_ids, job.params, job.request_id)
+    started_at = time.monotonic()
+    last_at: dict[int, float] = {}
+    outputs = service.engine.generate(job.prompt_token_ids, job.params, job.request_id, options=job.options)
     try:
         async for output in outputs:
-            piece = _to_piece(job.index, output)
             now = time.monotonic()
-            if piece.num_tokens:
-                (metrics.first_token if is_first else metrics.between_tokens).observe(now - last_at)
-                metrics.generation_tokens.inc(piece.num_tokens)
-                if is_first:
-                    metrics.prompt_tokens.inc(len(job.prompt_token_ids))
-                is_first, last_at = False, now
-            if piece.finish_reason is not None:
+            for completion in output.outputs:
+                piece = _to_piece(job, completion, output.num_cached_tokens)
+                if piece.num_tokens:
+                    if not last_at:
+                        metrics.prompt_tokens.inc(len(job.prompt_token_ids))
+                    if piece.index in last_at:
+                        metrics.between_tokens.observe(now - last_at[piece.index])
+                    else:
+                        metrics.first_token.observe(now - started_at)
+                    metrics.generation_tokens.inc(piece.num_tokens)
+                    last_at[piece.index] = now
+                yield piece
+            if output.finished:
                 metrics.whole_request.observe(now - started_at)
-            yield piece
-            if piece.finish_reason is not None:
                 return
     finally:
         if isinstance(outputs, AsyncGenerator):
@@ -126,15 +142,15 @@ async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     raise RequestAbortedError("the engine ended the request before it was complete")
 
 
-def _to_piece(index: int, output: RequestOutput) -> Piece:
-    (completion,) = output.outputs
+def _to_piece(job: Job, completion: CompletionOutput, num_cached_tokens: int) -> Piece:
     # A request that is aborted or lost has no last output: its iterator raises.
     assert completion.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
     return Piece(
-        index=index,
+        index=job.index + completion.index,
+        prompt_index=job.index,
         text=completion.text,
         num_tokens=len(completion.token_ids),
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
-        num_cached_tokens=output.num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
     )

@@ -36,6 +36,32 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """The schema of a response_format. name and strict are accepted, and change nothing: every schema is held to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What form the answer shall have, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputsField(msgspec.Struct, frozen=True, kw_only=True):
+    """The same in vLLM's words, with more forms. json: a schema, as an object or as text."""
+
+    choice: list[str] | None = None
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What both kinds of completion share. The second half cannot be served yet: see validation.py."""
 
@@ -55,8 +81,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
-
     n: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
     best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -67,8 +98,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

@@ -41,7 +41,7 @@ from .protocol import (
 )
 from .service import Service
 from .sse import EventStream, event, run_watched
-from .validation import decode_body, sampling_params, split_prompts, template_messages
+from .validation import decode_body, request_options, sampling_params, split_prompts, template_messages
 
 THREAD_CHARACTERS = 1 << 14
 """A longer text is tokenised in a thread: the event loop has other clients."""
@@ -75,11 +75,19 @@ async def create_completion(service: Service, request: Request) -> Response:
         if body.max_tokens is None and len(ids) + (params.max_tokens or 0) > service.max_model_len:
             # The default is ours, not the client's: near the end of the context it gives way.
             fitting = msgspec.structs.replace(params, max_tokens=None)
-        jobs.append(Job(index=index, request_id=f"{header.id}-{index}", prompt_token_ids=ids, params=fitting))
+        jobs.append(
+            Job(
+                index=index * params.n,
+                request_id=f"{header.id}-{index}",
+                prompt_token_ids=ids,
+                params=fitting,
+                options=request_options(body),
+            )
+        )
+        echo = ""
         if body.echo:
-            echoes.append(prompt if isinstance(prompt, str) else service.codec.decode(ids))
-        else:
-            echoes.append("")
+            echo = prompt if isinstance(prompt, str) else service.codec.decode(ids)
+        echoes += [echo] * params.n
     counter = UsageCounter(sum(len(job.prompt_token_ids) for job in jobs))
     if body.stream:
         pieces, first = await _start(service, request, jobs)
@@ -123,27 +131,35 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     try:
         # Templates write the special tokens themselves; a second one at the front would be a different prompt.
         ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens))
-        jobs = [Job(index=0, request_id=header.id, prompt_token_ids=ids, params=params)]
+        options = request_options(body)
+        jobs = [Job(index=0, request_id=header.id, prompt_token_ids=ids, params=params, options=options)]
         counter = UsageCounter(len(ids))
         if body.stream:
             pieces, first = await _start(service, request, jobs)
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return EventStream(
-                _chat_events(header, pieces, first, counter, include_usage=include_usage), service.gate
+                _chat_events(
+                    header, pieces, first, counter, num_choices=params.n, include_usage=include_usage
+                ),
+                service.gate,
             )
-        ((answer, last),) = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
+        answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
     except InvalidRequestError as error:
         raise _in_chat_words(error, body) from None
-    assert last.finish_reason is not None
-    choice = ChatChoice(
-        index=0,
-        message=AnswerMessage(content=answer),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+    choices = []
+    for index, (answer, last) in enumerate(answers):
+        assert last.finish_reason is not None
+        choices.append(
+            ChatChoice(
+                index=index,
+                message=AnswerMessage(content=answer),
+                finish_reason=last.finish_reason,
+                stop_reason=last.stop_reason,
+            )
+        )
     return json_response(
         ChatResponse(
-            id=header.id, created=header.created, model=header.model, choices=[choice], usage=counter.usage()
+            id=header.id, created=header.created, model=header.model, choices=choices, usage=counter.usage()
         )
     )
 
@@ -231,14 +247,15 @@ async def _start(
 
 
 async def _collect(service: Service, jobs: Sequence[Job], counter: UsageCounter) -> list[tuple[str, Piece]]:
-    """Run all jobs to their ends. Returns the whole text and the last piece of each, in order."""
-    texts: list[list[str]] = [[] for _ in jobs]
+    """Run all jobs to their ends. Returns the whole text and the last piece of each choice, in order."""
+    choices = [index for job in jobs for index in job.choices]
+    texts: dict[int, list[str]] = {index: [] for index in choices}
     last: dict[int, Piece] = {}
     async for piece in run_jobs(service, jobs):
         counter.add(piece)
         texts[piece.index].append(piece.text)
         last[piece.index] = piece
-    return [("".join(texts[job.index]), last[job.index]) for job in jobs]
+    return [("".join(texts[index]), last[index]) for index in choices]
 
 
 async def _with_first(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
@@ -295,12 +312,13 @@ async def _chat_events(
     first: Piece,
     counter: UsageCounter,
     *,
+    num_choices: int,
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     no_usage: UnsetType | None = None if include_usage else UNSET
 
-    def chunk(delta: Delta, finish_reason: str | None = None) -> bytes:
-        choice = ChatChunkChoice(index=0, delta=delta, finish_reason=finish_reason)
+    def chunk(index: int, delta: Delta, finish_reason: str | None = None) -> bytes:
+        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason)
         return event(
             ChatChunk(
                 id=header.id, created=header.created, model=header.model, choices=[choice], usage=no_usage
@@ -309,13 +327,14 @@ async def _chat_events(
 
     pieces = _with_first(first, rest)
     try:
-        yield chunk(Delta(role="assistant", content=""))
+        for index in range(num_choices):
+            yield chunk(index, Delta(role="assistant", content=""))
         async for piece in pieces:
             counter.add(piece)
             if piece.text:
-                yield chunk(Delta(content=piece.text))
+                yield chunk(piece.index, Delta(content=piece.text))
             if piece.finish_reason is not None:
-                yield chunk(Delta(), piece.finish_reason)
+                yield chunk(piece.index, Delta(), piece.finish_reason)
         if include_usage:
             yield event(
                 ChatChunk(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from ...engine.messages import EngineStats
 from ...engine.outputs import RequestOutput
 from ...workers.sampling_params import SamplingParams
@@ -21,7 +22,12 @@ class Engine(Protocol):
     """Generates; `AsyncLLM` in serving. Closing the iterator early aborts the request."""
 
     def generate(
-        self, prompt: str | list[int], sampling_params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output since the last yield, until it is finished."""
         ...

@@ -11,9 +11,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...workers.sampling_params import SamplingParams, SamplingParamsError
+from ...engine.grammar.backend import GrammarError
+from ...engine.grammar.llguidance_backend import check_spec
+from ...engine.input_processor import RequestOptions
+from ...workers.sampling_params import SamplingParams, SamplingParamsError, StructuredOutputs
 from .errors import ApiError, invalid
-from .protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
+from .protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    SamplingFields,
+    StructuredOutputsField,
+)
 
 T = TypeVar("T")
 
@@ -25,7 +34,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 # Each field that is not supported yet, with the values (besides null) that leave the answer as it is.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -36,8 +44,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "response_format": (),
-    "structured_outputs": ({},),
     "return_token_ids": (False,),
     "kv_transfer_params": ({},),
     "suffix": ("",),
@@ -106,6 +112,8 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
         "ignore_eos": request.ignore_eos,
         "skip_special_tokens": request.skip_special_tokens,
         "include_stop_str_in_output": request.include_stop_str_in_output,
+        "n": request.n,
+        "structured_outputs": structured_outputs(request),
     }
     try:
         # max_tokens is always passed: None means "what the context leaves", not the default of 16.
@@ -113,6 +121,54 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
     except SamplingParamsError as error:
         field = max_name if error.field == "max_tokens" else error.field
         raise invalid(field, error.problem.replace("max_tokens", max_name)) from None
+
+
+def request_options(request: SamplingFields) -> RequestOptions:
+    """Take the fields that say how a request is treated beside others. The engine's front end checks them."""
+    return RequestOptions(
+        priority=request.priority or 0, cache_salt=request.cache_salt, timeout_s=request.timeout_s
+    )
+
+
+def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
+    """Read the form that the answer shall have, from whichever of the two fields has it, and check it."""
+    wanted = request.response_format
+    extra = request.structured_outputs
+    if extra is not None and extra == StructuredOutputsField():
+        extra = None
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is None and extra is None:
+        return None
+    if wanted is not None and extra is not None:
+        raise invalid("structured_outputs", "is not allowed together with response_format")
+    name = "structured_outputs" if extra is not None else "response_format"
+    try:
+        if extra is not None:
+            schema = extra.json
+            spec = StructuredOutputs(
+                choice=None if extra.choice is None else tuple(extra.choice),
+                json=_schema_text(schema) if schema is not None else None,
+                json_object=bool(extra.json_object),
+                regex=extra.regex,
+                grammar=extra.grammar,
+            )
+        elif wanted is not None and wanted.type == "json_object":
+            spec = StructuredOutputs(json_object=True)
+        elif wanted is None or wanted.json_schema is None or wanted.json_schema.schema is None:
+            raise invalid("response_format.json_schema.schema", "must be given")
+        else:
+            spec = StructuredOutputs(json=_schema_text(wanted.json_schema.schema))
+        check_spec(spec)
+    except SamplingParamsError as error:
+        raise invalid(error.field.replace("structured_outputs", name), error.problem) from None
+    except GrammarError as error:
+        raise invalid(name, str(error)) from None
+    return spec
+
+
+def _schema_text(schema: str | dict[str, Any] | bool) -> str:
+    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
 
 def split_prompts(
@@ -192,8 +248,6 @@ def _refuse_unsupported(request: SamplingFields) -> None:
         if value is None or any(
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in off_values
         ):
-            continue
-        if field == "response_format" and value == {"type": "text"}:
             continue
         raise ApiError(400, f"{field}: is not supported", param=field, code="unsupported_parameter")
 

@@ -2,13 +2,21 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
-from phalanx.engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestAbortedError
+from phalanx.engine.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaLostError,
+    RequestAbortedError,
+    RequestTimeoutError,
+)
 from phalanx.engine.input_processor import ProcessedRequest
 from phalanx.engine.messages import EngineCoreOutput, FinishReason
 from phalanx.engine.output_processor import OutputProcessor, RequestStream
 from phalanx.engine.outputs import OutputKind
+from phalanx.engine.parallel_sampling import fan_out
 from phalanx.engine.tokenizer import load_tokenizer
 from support.engine import make_request
 from support.tokenizers import build_byte_level
@@ -149,3 +157,72 @@ def test_an_error_comes_after_what_was_made_before_it(tokenizer):
         return first
 
     assert asyncio.run(scenario()).outputs[0].text == "Hello"
+
+
+def sample(index, *token_ids, **fields):
+    return EngineCoreOutput(request_id=f"r0#{index}", new_token_ids=list(token_ids), **fields)
+
+
+def test_samples_become_one_output_in_the_order_of_their_index(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, n=3, temperature=1.0)
+    words = [tokenizer.encode(text) for text in ("Hello", " world", " Paris")]
+
+    results = [
+        processor.process(
+            [sample(index, *words[index], 2, finish_reason=FinishReason.STOP, num_cached_tokens=cached)]
+        )
+        for index, cached in ((2, 9), (0, 4), (1, 9))
+    ]
+
+    assert [result.outputs for result in results[:2]] == [[], []]
+    (final,) = results[2].outputs
+    assert [completion.text for completion in final.outputs] == ["Hello", " world", " Paris"]
+    assert [completion.index for completion in final.outputs] == [0, 1, 2]
+    assert final.request_id == "r0"
+    assert final.num_cached_tokens == 4
+    assert final.num_output_tokens == sum(map(len, words)) + 3
+    assert processor.num_unfinished_requests == 0
+
+
+def test_a_slow_reader_loses_no_sample(tokenizer):
+    async def scenario():
+        processor = OutputProcessor(tokenizer)
+        stream = RequestStream(OutputKind.DELTA)
+        add(processor, n=2, temperature=1.0, stream=stream, kind=OutputKind.DELTA)
+        hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
+        processor.process([sample(0, *hello), sample(1, *world)])
+        processor.process([sample(1, *hello, 2, finish_reason=FinishReason.STOP)])
+        processor.process([sample(0, *world, 2, finish_reason=FinishReason.STOP)])
+        return await stream.get()
+
+    output = asyncio.run(scenario())
+
+    assert [completion.text for completion in output.outputs] == ["Hello world", " worldHello"]
+    assert output.finished
+
+
+def test_one_failed_sample_fails_the_request_and_aborts_its_siblings(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, n=3, temperature=1.0)
+
+    result = processor.process([sample(1, finish_reason=FinishReason.TIMEOUT)])
+
+    assert isinstance(result.errors["r0"], RequestTimeoutError)
+    assert result.abort_request_ids == ["r0#0", "r0#2"]
+    assert processor.num_unfinished_requests == 0
+    add(processor)
+
+
+def test_samples_differ_in_their_seed_alone(tokenizer):
+    request = make_request(n=3, temperature=1.0, max_tokens=9, min_tokens=2, stop_token_ids=(5,))
+    children = fan_out(ProcessedRequest(core_request=request, prompt=None))
+
+    assert [child.request_id for child in children] == ["r0#0", "r0#1", "r0#2"]
+    assert [child.seed for child in children] == [1, 2, 3]
+    assert {child.group_id for child in children} == {"r0"}
+    for child in children:
+        assert msgspec.structs.replace(child.sampling_params, n=3) == request.sampling_params
+    largest = msgspec.structs.replace(request, seed=2**63 - 1)
+    seeds = [child.seed for child in fan_out(ProcessedRequest(core_request=largest, prompt=None))]
+    assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]

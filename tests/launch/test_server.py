@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.engine.errors import QueueFullError, ReplicaLostError
+from phalanx.engine.errors import QueueFullError, ReplicaLostError, RequestTimeoutError
+from phalanx.engine.input_processor import RequestOptions
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.service import Service
+from phalanx.workers.sampling_params import StructuredOutputs
 from support.server import ANSWER, FakeCluster, FakeEngine, make_service, make_stats
 
 COMPLETION = {"model": "tiny", "prompt": "Say it", "max_tokens": 20}
@@ -280,6 +282,79 @@ def test_several_prompts_stream_side_by_side() -> None:
     assert texts == {0: ANSWER, 1: ANSWER, 2: ANSWER}
 
 
+def test_every_sample_is_a_choice_and_the_prompt_is_counted_once() -> None:
+    answer = post({**COMPLETION, "prompt": ["a", "bc"], "n": 3}).json()
+
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert {choice["text"] for choice in answer["choices"]} == {ANSWER}
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 6 * len(ANSWER)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    chat = with_openai(make_service(), lambda client: client.chat.completions.create(**CHAT, n=2))
+    assert [choice.message.content for choice in chat.choices] == [ANSWER, ANSWER]
+
+
+def test_every_sample_of_a_chat_streams_with_its_own_role_and_end() -> None:
+    async def read(client: openai.AsyncOpenAI) -> list[Any]:
+        return [chunk async for chunk in await client.chat.completions.create(**CHAT, n=2, stream=True)]
+
+    choices = [chunk.choices[0] for chunk in with_openai(make_service(), read)]
+
+    for index in range(2):
+        own = [choice for choice in choices if choice.index == index]
+        assert own[0].delta.role == "assistant"
+        assert [choice.delta.role for choice in own[1:]] == [None] * (len(own) - 1)
+        assert "".join(choice.delta.content or "" for choice in own) == ANSWER
+        assert [choice.finish_reason for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1].finish_reason == "stop"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "spec"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            StructuredOutputs(json=json.dumps(SCHEMA, separators=(",", ":"))),
+        ),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        ({"structured_outputs": {"json": "{}"}}, StructuredOutputs(json="{}")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputs(grammar='start: "a"')),
+        ({"structured_outputs": {}, "response_format": {"type": "text"}}, None),
+    ],
+)
+def test_the_form_of_an_answer_reaches_the_engine(change: dict[str, Any], spec: Any) -> None:
+    engine = FakeEngine()
+
+    assert post({**COMPLETION, **change}, service=make_service(engine)).status_code == 200
+    assert post({**CHAT, **change}, "/v1/chat/completions", make_service(engine)).status_code == 200
+
+    assert [params.structured_outputs for _, params in engine.asked] == [spec, spec]
+
+
+def test_priority_salt_and_timeout_reach_the_engine_from_every_endpoint() -> None:
+    engine = FakeEngine()
+    fields = {"priority": 3, "cache_salt": "s", "timeout_s": 2.5}
+
+    post({**COMPLETION, **fields}, service=make_service(engine))
+    post({**CHAT, **fields}, "/v1/chat/completions", make_service(engine))
+
+    assert engine.options == [RequestOptions(priority=3, cache_salt="s", timeout_s=2.5)] * 2
+
+
+def test_a_request_that_took_too_long_is_408() -> None:
+    engine = FakeEngine(error=RequestTimeoutError("too late"))
+
+    response = post(COMPLETION, service=make_service(engine))
+
+    assert response.status_code == 408
+    assert error_of(response)["code"] == "timeout"
+
+
 def test_an_error_before_the_first_token_has_a_status_of_its_own() -> None:
     engine = FakeEngine(error=QueueFullError(3.0))
 
@@ -331,7 +406,10 @@ def test_an_error_within_a_stream_is_an_event_and_the_stream_ends() -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {}}, "stream_options"),
-        ({"n": 2}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"cache_salt": 7}, "cache_salt"),
+        ({"priority": 1.5}, "priority"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"best_of": 2}, "best_of"),
@@ -340,7 +418,20 @@ def test_an_error_within_a_stream_is_an_event_and_the_stream_ends() -> None:
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"suffix": "x"}, "suffix"),
         ({"min_p": 0.1}, "min_p"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.engine.errors import InvalidRequestError
+from phalanx.engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from phalanx.engine.messages import EngineStats, FinishReason
 from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
 from phalanx.launch.metrics import ServerMetrics
@@ -52,13 +53,20 @@ class FakeEngine:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    options: list[RequestOptions] = field(default_factory=list)
     num_running: int = 0
 
     async def generate(
-        self, prompt: str | list[int], sampling_params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         assert isinstance(prompt, list)
         self.asked.append((prompt, sampling_params))
+        self.options.append(options)
         room = MAX_MODEL_LEN - len(prompt)
         if not prompt or room < 1:
             raise InvalidRequestError("the prompt is empty or too long", field="prompt")
@@ -88,7 +96,9 @@ class FakeEngine:
                             text=piece,
                             token_ids=[ord(letter) for letter in piece],
                             finish_reason=reason if is_last else None,
+                            index=sample,
                         )
+                        for sample in range(sampling_params.n)
                     ],
                     finished=is_last,
                     num_cached_tokens=1,
