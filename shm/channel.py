@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from .codec import Frame, FrameDecoder, FrameEncoder, FrameHeader, FrameKind
-from .errors import ProtocolError
+from .errors import MessageTooLargeError, ProtocolError
 from .oversize import OversizeLimits, OversizeReceiver, OversizeSender, Ticket
 from .ring_buffer import RingReader, RingWriter
 
@@ -62,18 +62,15 @@ class Sender:
         """
         header = FrameHeader(epoch=self._epoch, call_id=call_id, rank=self._rank, kind=kind)
         pieces = self._encoder.encode(header, message, buffers)
-        oversize = self._oversize
-        if oversize is not None:
-            num_bytes = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
-            if num_bytes > self.ring.max_record_bytes:
-                ticket = oversize.wait_room(num_bytes, deadline_at)
-                header = FrameHeader(
-                    epoch=self._epoch, call_id=call_id, rank=self._rank, kind=FrameKind.TICKET
-                )
-                record = b"".join(self._encoder.encode(header, ticket))
-                oversize.send(ticket, record, pieces, deadline_at)
-                return
-        self.ring.write(*pieces, deadline_at=deadline_at)
+        try:
+            self.ring.write(*pieces, deadline_at=deadline_at)
+        except MessageTooLargeError as error:
+            if self._oversize is None:
+                raise
+            ticket = self._oversize.wait_room(error.num_bytes, deadline_at)
+            header = FrameHeader(epoch=self._epoch, call_id=call_id, rank=self._rank, kind=FrameKind.TICKET)
+            record = b"".join(self._encoder.encode(header, ticket))
+            self._oversize.send(ticket, record, pieces, deadline_at)
 
     def close(self) -> None:
         """Close the ring's writing end; waits shortly for readers of what went beside it. Idempotent."""

@@ -29,7 +29,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from .errors import MessageTooLargeError, ProtocolError, QueueClosedError, QueueTimeoutError, TransportError
+from .errors import (
+    MessageTooLargeError,
+    ProtocolError,
+    QueueClosedError,
+    QueueEmptyError,
+    QueueTimeoutError,
+    TransportError,
+)
 from .ring_buffer import WAIT_SLICE_S, RingReader, RingWriter
 from .runtime_dir import RuntimeDir
 from .sockets import MAX_QUEUED_MESSAGES, bind_pull, connect_push
@@ -179,14 +186,14 @@ class OversizeReceiver:
         """Wait for the payload of `ticket`, and return it in memory of its own.
 
         deadline_at: None: as long as something that was sent already may take.
-        Raises QueueTimeoutError, and may be called again then; QueueClosedError; ProtocolError.
+        Raises QueueEmptyError (None) or QueueTimeoutError (deadline), and may be called again then; QueueClosedError;
+        ProtocolError.
         """
         socket = self._socket or self._open(ticket)
-        if deadline_at is None:
-            deadline_at = time.monotonic() + _ON_ITS_WAY_S
+        until = time.monotonic() + _ON_ITS_WAY_S if deadline_at is None else deadline_at
         is_writer_gone = False
         while True:
-            remaining_s = max(0.0, deadline_at - time.monotonic())
+            remaining_s = max(0.0, until - time.monotonic())
             if socket.poll(round(min(remaining_s, WAIT_SLICE_S) * 1000)):
                 serial, payload = socket.recv_multipart(copy=False)
                 number = int.from_bytes(serial.bytes, "little")
@@ -199,9 +206,8 @@ class OversizeReceiver:
             if is_writer_gone:
                 raise QueueClosedError(f"the writer is gone, and payload {ticket.serial} with it")
             if remaining_s <= 0:
-                raise QueueTimeoutError(
-                    f"payload {ticket.serial} of {ticket.num_bytes} bytes did not come in time"
-                )
+                error_type = QueueEmptyError if deadline_at is None else QueueTimeoutError
+                raise error_type(f"payload {ticket.serial} of {ticket.num_bytes} bytes did not come in time")
             # Looked at once more after that: it may have been sent before its writer went.
             is_writer_gone = not self._ring.has_writer()
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from phalanx.shm import oversize
 from phalanx.shm.channel import Receiver, Sender
 from phalanx.shm.codec import FrameHeader, FrameKind
 from phalanx.shm.errors import (
@@ -243,6 +244,18 @@ def test_a_frame_whose_payload_is_late_comes_again(make_channel: MakeChannel) ->
         receive(receiver, soon())
     send(sender, 8, LARGE)
     assert receive(receiver, soon()) == (8, LARGE)
+
+
+def test_who_does_not_want_to_wait_waits_only_for_what_is_on_its_way(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = make_channel()
+    assert sender._oversize is not None
+    monkeypatch.setattr(oversize, "_ON_ITS_WAY_S", 0.05)
+    _write_ticket(sender, sender._oversize.wait_room(10, None))
+
+    with pytest.raises(QueueEmptyError, match="payload 1"):
+        receive(receiver)
 
 
 def test_a_payload_whose_ticket_was_never_published_is_passed_over(make_channel: MakeChannel) -> None:
