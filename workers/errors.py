@@ -13,7 +13,3 @@ class DeviceMemoryError(WorkerError):
 
 class WeightsError(WorkerError):
     """A checkpoint lacks a tensor, has one too many, or has one of another shape. Names the tensor."""
-
-
-class UnsupportedModelError(WorkerError):
-    """The checkpoint's architecture is not one of ours. Lists those that are."""

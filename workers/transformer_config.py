@@ -5,10 +5,10 @@ the workers (shapes). Knows both spellings that transformers 4 and 5 write. Impo
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..shm.errors import ConfigError
 from .gguf_checkpoint import GgufCheckpoint
@@ -39,6 +39,7 @@ ASSUMED: dict[str, dict[str, Any]] = {
 }
 """What an architecture's config.json means by a field that it leaves out, where that is not zero, false or none."""
 ASSUMED_EPSILON = 1e-6
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class LayerType(StrEnum):
@@ -50,15 +51,33 @@ class LayerType(StrEnum):
     """The last `sliding_window` tokens, themselves among them."""
 
 
+class Activation(StrEnum):
+    """What the gate of an MLP goes through, named as in config.json."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+class RopeType(StrEnum):
+    """How rotary frequencies are scaled, named as in config.json."""
+
+    DEFAULT = "default"
+    """Not at all."""
+    LINEAR = "linear"
+    """All divided by `factor`."""
+    LLAMA3 = "llama3"
+    """Slow ones divided by `factor`, fast ones kept."""
+    DIVIDED = "divided"
+    """Each by its own of the `divisors`. Of GGUF files alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding.
-
-    scaling: the checkpoint's own dict, with "rope_type"; None: plain
-    """
+    """Rotary position embedding. parameters: what the type takes, named as in config.json"""
 
     theta: float
-    scaling: dict[str, Any] | None = None
+    rope_type: RopeType = RopeType.DEFAULT
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +108,7 @@ class TransformerConfig:
     local_rope: RopeConfig | None = None
     layer_types: tuple[LayerType, ...]
     sliding_window: int | None = None
-    hidden_act: str
+    hidden_act: Activation
     attention_bias: bool = False
     mlp_bias: bool = False
     query_pre_attn_scalar: float | None = None
@@ -110,9 +129,20 @@ def read_transformer_config(path: str | Path) -> TransformerConfig:
     Raises ConfigError (field "model") when it, its config.json or a needed field is missing or wrong, or when the
     architecture is not one of ours.
     """
-    folder = Path(path)
-    if is_gguf(folder):
-        return parse_config(GgufCheckpoint(open_gguf(folder)).config(), {})
+    path = Path(path)
+    if is_gguf(path):
+        source, raw, generation = path, GgufCheckpoint(open_gguf(path)).config(), {}
+    else:
+        source, raw, generation = path / "config.json", *_read_folder(path)
+    try:
+        return parse_config(raw, generation)
+    except KeyError as error:
+        raise ConfigError("model", f"{source} lacks the field {error.args[0]!r}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError("model", f"{source}: {error}") from None
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not folder.is_dir():
         raise ConfigError("model", f"{folder} is neither a folder nor a GGUF file")
     raw = _read_json(folder / "config.json")
@@ -120,13 +150,7 @@ def read_transformer_config(path: str | Path) -> TransformerConfig:
         raise ConfigError(
             "model", f"{folder} holds no config.json, so it is not a model in Hugging Face's layout"
         )
-    generation = _read_json(folder / "generation_config.json") or {}
-    try:
-        return parse_config(raw, generation)
-    except KeyError as error:
-        raise ConfigError("model", f"{folder}/config.json lacks the field {error.args[0]!r}") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError("model", f"{folder}/config.json: {error}") from None
+    return raw, _read_json(folder / "generation_config.json") or {}
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> TransformerConfig:
@@ -164,7 +188,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Transformer
         local_rope=local_rope,
         layer_types=_layer_types(fields, num_layers),
         sliding_window=fields.get("sliding_window"),
-        hidden_act=str(fields.get("hidden_activation") or fields.get("hidden_act") or "silu"),
+        hidden_act=_known(Activation, fields.get("hidden_activation") or fields.get("hidden_act") or "silu"),
         attention_bias=bool(fields.get("attention_bias", False)),
         mlp_bias=bool(fields.get("mlp_bias", False)),
         query_pre_attn_scalar=fields.get("query_pre_attn_scalar"),
@@ -183,7 +207,7 @@ def _layer_types(fields: dict[str, Any], num_layers: int) -> tuple[LayerType, ..
     from `max_window_layers` on are sliding.
     """
     if fields.get("layer_types"):
-        types = tuple(LayerType(name) for name in fields["layer_types"])
+        types = tuple(_known(LayerType, name) for name in fields["layer_types"])
         if len(types) != num_layers:
             raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {num_layers}")
     elif fields.get("sliding_window") is None or not fields.get("use_sliding_window", True):
@@ -217,12 +241,21 @@ def _ropes(fields: dict[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
 
 
 def _rope(parameters: dict[str, Any], theta: float) -> RopeConfig:
-    scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "type")}
-    scaling.setdefault("rope_type", parameters.get("type", "default"))
+    names = ("rope_theta", "rope_type", "type")
     return RopeConfig(
         theta=float(parameters.get("rope_theta") or theta),
-        scaling=None if scaling["rope_type"] == "default" else scaling,
+        rope_type=_known(RopeType, parameters.get("rope_type") or parameters.get("type") or "default"),
+        parameters={key: value for key, value in parameters.items() if key not in names},
     )
+
+
+def _known(kind: type[Choice], name: str) -> Choice:
+    """Read one of several words. Raises ValueError, which lists those that there are."""
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(kind)
+        raise ValueError(f"{name!r} is not supported where one of these may stand: {known}") from None
 
 
 def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from phalanx.workers.transformer_config import LayerType, read_transformer_config
+from phalanx.shm.errors import ConfigError
+from phalanx.workers.transformer_config import LayerType, RopeConfig, RopeType, read_transformer_config
 from support.random_models import (
     edit_config,
     reference_model,
@@ -187,9 +188,8 @@ def test_gemma3_reads_what_transformers_4_wrote(tmp_path: Path) -> None:
 
     assert config.layer_types == (LayerType.SLIDING, LayerType.SLIDING, LayerType.FULL) * 2
     assert [config.window(index) for index in range(3)] == [20, 20, None]
-    assert (config.rope.theta, config.rope.scaling) == (500_000.0, {"rope_type": "linear", "factor": 8.0})
-    assert config.local_rope is not None
-    assert (config.local_rope.theta, config.local_rope.scaling) == (5_000.0, None)
+    assert config.rope == RopeConfig(theta=500_000.0, rope_type=RopeType.LINEAR, parameters={"factor": 8.0})
+    assert config.local_rope == RopeConfig(theta=5_000.0)
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
 
 
@@ -214,3 +214,38 @@ def test_the_text_part_of_a_model_with_images_is_served(tmp_path: Path) -> None:
 
     assert tokens == expected
     assert read_transformer_config(folder).eos_token_ids == (2, 1, 106)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "relu2"}, "'relu2' is not supported where one of these may stand: silu, gelu"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported where one of these may stand"),
+        ({"layer_types": ["chunked_attention"] * 2}, "'chunked_attention' is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, and num_hidden_layers is 2"),
+        ({"layer_types": ["sliding_attention"] * 2}, "there are sliding layers, and sliding_window is not"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+    ],
+)
+def test_what_a_layer_cannot_do_is_refused_before_the_start(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = write_random_model(tmp_path, "qwen3")
+    edit_config(folder, **fields)
+
+    with pytest.raises(ConfigError, match=message):
+        read_transformer_config(folder)
+
+
+def test_windows_are_read_as_each_family_means_them(tmp_path: Path) -> None:
+    def windows(model_type: str, drop: tuple[str, ...] = (), **fields: Any) -> list[int | None]:
+        folder = write_random_model(tmp_path / model_type, model_type)
+        edit_config(folder, drop=("layer_types", *drop), **fields)
+        config = read_transformer_config(folder)
+        return [config.window(index) for index in range(2)]
+
+    assert windows("qwen2", drop=("use_sliding_window",), sliding_window=8) == [None, None]
+    assert windows("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1) == [None, 8]
+    assert windows("mistral", sliding_window=8) == [8, 8]
+    assert windows("mistral", sliding_window=None) == [None, None]
+    assert windows("llama", sliding_window=8) == [None, None]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.partition import make_partition
 from phalanx.workers.span import Span
-from phalanx.workers.transformer_config import LayerType, RopeConfig, TransformerConfig
+from phalanx.workers.transformer_config import Activation, LayerType, RopeConfig, TransformerConfig
 
 SMOLLM2 = TransformerConfig(
     architecture="LlamaForCausalLM",
@@ -24,7 +24,7 @@ SMOLLM2 = TransformerConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(theta=100000.0),
     layer_types=(LayerType.FULL,) * 30,
-    hidden_act="silu",
+    hidden_act=Activation.SILU,
     tie_word_embeddings=True,
     bos_token_id=1,
     eos_token_ids=(2,),

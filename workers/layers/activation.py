@@ -5,30 +5,22 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
 from ..kernels.gelu_and_mul import gelu_and_mul
 from ..kernels.silu_and_mul import silu_and_mul
+from ..transformer_config import Activation
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu_and_mul,
-    "gelu_pytorch_tanh": gelu_and_mul,
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: silu_and_mul,
+    Activation.GELU_TANH: gelu_and_mul,
 }
-"""By config.json's name."""
 
 
 class GatedActivation(nn.Module):
-    """[num_tokens, 2 * columns] (gate, then up) -> [num_tokens, columns].
+    """[num_tokens, 2 * columns] (gate, then up) -> [num_tokens, columns]."""
 
-    Raises UnsupportedModelError for a name that is not in ACTIVATIONS.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, kind: Activation) -> None:
         super().__init__()
-        if name not in ACTIVATIONS:
-            raise UnsupportedModelError(
-                f"the activation {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
-            )
-        self.activate = ACTIVATIONS[name]
+        self.activate = ACTIVATIONS[kind]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activate(x)

@@ -14,7 +14,7 @@ from .shard import TensorShard
 
 
 class GatedMLP(nn.Module):
-    """[num_tokens, hidden_size] -> the same: down(activation(gate) * up). Raises UnsupportedModelError."""
+    """[num_tokens, hidden_size] -> the same: down(activation(gate) * up)."""
 
     def __init__(
         self,

@@ -4,25 +4,20 @@ Called by: the models: once per step for the angles, once per layer to rotate. A
 """
 
 import math
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
-from ..errors import UnsupportedModelError
+from ..transformer_config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Cosines and sines of all positions. Not a module: its table is derived, and no checkpoint holds it.
+    """Cosines and sines of all positions. Not a module: its table is derived, and no checkpoint holds it."""
 
-    rope_scaling: the checkpoint's own dict, with "rope_type"; None: plain.
-    """
-
-    def __init__(
-        self, *, head_size: int, theta: float, rope_scaling: dict[str, Any] | None, max_positions: int
-    ) -> None:
+    def __init__(self, *, head_size: int, rope: RopeConfig, max_positions: int) -> None:
         exponents = torch.arange(0, head_size, 2, dtype=torch.int64, device="cpu").float() / head_size
-        inverse_frequencies = 1.0 / (theta**exponents)
-        self._inverse_frequencies = _scale(inverse_frequencies, rope_scaling)
+        inverse_frequencies = 1.0 / (rope.theta**exponents)
+        self._inverse_frequencies = _scale(inverse_frequencies, rope)
         self._max_positions = max_positions
         self._table: torch.Tensor | None = None
 
@@ -54,23 +49,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return turned.to(x.dtype)
 
 
-def _scale(frequencies: torch.Tensor, rope_scaling: dict[str, Any] | None) -> torch.Tensor:
-    match (rope_scaling or {}).get("rope_type", "default"):
-        case "default":
+def _scale(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    match rope.rope_type:
+        case RopeType.DEFAULT:
             return frequencies
-        case "linear":
-            assert rope_scaling is not None
-            return frequencies / rope_scaling["factor"]
-        case "llama3":
-            assert rope_scaling is not None
-            return _scale_llama3(frequencies, rope_scaling)
-        case "divided":
-            assert rope_scaling is not None
-            return frequencies / torch.tensor(rope_scaling["divisors"], device="cpu")
-        case other:
-            raise UnsupportedModelError(
-                f"rope type {other!r} is not one of: default, linear, llama3, divided"
-            )
+        case RopeType.LINEAR:
+            return frequencies / rope.parameters["factor"]
+        case RopeType.LLAMA3:
+            return _scale_llama3(frequencies, rope.parameters)
+        case RopeType.DIVIDED:
+            return frequencies / torch.tensor(rope.parameters["divisors"], device="cpu")
+        case _:
+            assert_never(rope.rope_type)
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:

@@ -29,7 +29,6 @@ class CausalLM(nn.Module, ABC):
     """The whole model of one rank.
 
     windows: attention windows of the layers, each once; None: full attention
-    Raises UnsupportedModelError for an activation or a rope type that is not known.
     """
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
@@ -66,8 +65,7 @@ class CausalLM(nn.Module, ABC):
         self.rotaries = [
             RotaryEmbedding(
                 head_size=config.head_dim,
-                theta=rope.theta,
-                rope_scaling=rope.scaling,
+                rope=rope,
                 max_positions=max_positions,
             )
             for rope in ropes
