@@ -312,6 +312,7 @@ class Scheduler:
                 # One token is left for each request that comes after: nobody who decodes misses a step.
                 room = plan.budget - (len(running) - index)
                 num_new_tokens = min(num_new_tokens, room, self._prefill_limit(request))
+                self._num_prefill_tokens_total += num_new_tokens
             if num_new_tokens > 1 or computed + 1 > request.num_slots:
                 new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
                 while new_block_ids is None:
@@ -322,8 +323,6 @@ class Scheduler:
                     new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
                 if new_block_ids:
                     plan.new_block_ids[request.request_id] = new_block_ids
-            if num_new_tokens > 1:
-                self._num_prefill_tokens_total += num_new_tokens
             plan.add(request, num_new_tokens, samples=computed + num_new_tokens == num_tokens)
         return self._num_preemptions > num_preemptions_before
 
