@@ -68,7 +68,7 @@ def ranks_table(replicas: Mapping[int, ExecutorReport]) -> Table:
     """Show what each rank runs on and what it holds."""
     table = _table(
         "ranks",
-        ("rank", "device", "dtype", "attention"),
+        ("rank", "device", "dtype", "attention", "collectives"),
         ("pid", "weights MiB", "KV blocks", "KV MiB", "threads"),
     )
     # The replica uses as many blocks on every rank as its smallest rank can hold.
@@ -80,6 +80,7 @@ def ranks_table(replicas: Mapping[int, ExecutorReport]) -> Table:
             f"{report.device} {report.device_name}".strip(),
             report.dtype,
             report.attention_backend,
+            report.collectives,
             str(report.pid),
             f"{report.weight_bytes / (1 << 20):.1f}",
             str(blocks),

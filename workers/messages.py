@@ -97,7 +97,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker says of itself when it is ready.
 
     device:        "cpu", "cuda:0"; device_name: as the driver calls it
-    weight_bytes:  of this rank's shard
+    collectives:   what the ranks exchange through: "shm", "gloo", "nccl", or "none" for a single one
+    weight_bytes:  of this rank's shard, as it is stored
     num_kv_blocks: blocks that fit this rank's memory; the replica uses the minimum over its ranks
     num_threads:   compute threads of this rank (CPU)
     """
@@ -113,6 +114,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     num_threads: int
     phases: list[PhaseTime]
+    collectives: str = "none"
 
 
 class ExecutorReport(msgspec.Struct, frozen=True, kw_only=True):

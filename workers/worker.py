@@ -111,6 +111,7 @@ class Worker:
             num_kv_blocks=num_kv_blocks,
             num_threads=info.num_threads,
             phases=list(self._phases),
+            collectives=self._group.name,
         )
 
     @property

@@ -83,7 +83,7 @@ def test_the_start_table_adds_up_phases_and_orders_ranks() -> None:
 def test_the_ranks_table_shows_the_blocks_that_the_replica_uses() -> None:
     rows = lines(ranks_table({0: make_executor()}))
 
-    assert rows[1] == ["dp0 tp1", "cpu a chip", "float32", "torch", "101", "3.0", "50", "50.0", "1"]
+    assert rows[1] == ["dp0 tp1", "cpu a chip", "float32", "torch", "none", "101", "3.0", "50", "50.0", "1"]
 
 
 def test_the_table_of_processes_shows_how_long_each_took() -> None:

@@ -78,6 +78,7 @@ def test_a_worker_tells_its_phases_and_reports_them(folder: Path) -> None:
     ]
     assert all(Phase.named(name) is not Phase.OTHER for name in seen)
     assert (report.device, report.dtype, report.attention_backend) == ("cpu", "float32", "torch")
+    assert report.collectives == "none"
     assert report.kv_bytes_per_block == 2 * 2 * 16 * 3 * 16 * 4
     assert report.num_kv_blocks == 3 * 512 // 16 + 1
     worker.close()
