@@ -13,7 +13,9 @@ hash until it is taken for something else.
 A second block with the contents of a mapped one stays without a hash: it is the first to be reused.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from .kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
 
 NULL_BLOCK_ID = 0
 
@@ -96,13 +98,15 @@ class BlockPool:
     """All blocks of a replica's KV cache.
 
     num_blocks: the null block included; at least 2
+    events:     told of every hash that comes and goes; None: nobody listens
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
         assert num_blocks >= 2
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockList(self._blocks[NULL_BLOCK_ID + 1 :])
         self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self._events = events
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +142,8 @@ class BlockPool:
             block = self._free.pop()
             if block.block_hash is not None:
                 del self._by_hash[block.block_hash]
+                if self._events is not None:
+                    self._events.record(BlockRemoved(block_hash=block.block_hash))
                 block.block_hash = None
             block.num_refs = 1
             blocks.append(block)
@@ -150,13 +156,20 @@ class BlockPool:
                 self._free.remove(block)
             block.num_refs += 1
 
-    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Let others find a full block of a running request by its contents."""
+    def publish(
+        self, block: KVCacheBlock, block_hash: bytes, describe: Callable[[], BlockStored] | None = None
+    ) -> None:
+        """Let others find a full block of a running request by its contents.
+
+        describe: says what it holds, asked only when someone listens
+        """
         assert block.num_refs > 0
         assert block.block_hash is None
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             block.block_hash = block_hash
+            if self._events is not None and describe is not None:
+                self._events.record(describe())
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop one reference of each block, in the order in which they shall be reused."""
@@ -175,6 +188,8 @@ class BlockPool:
             return False
         for block in self._by_hash.values():
             block.block_hash = None
+        if self._events is not None and self._by_hash:
+            self._events.record(AllBlocksCleared())
         self._by_hash.clear()
         return True
 

@@ -10,20 +10,33 @@ same step may already hit it. That is sound because in each layer the workers wr
 whole step before any of its attention, and compute the steps in their order.
 """
 
+import functools
 from collections.abc import Sequence
 
 from .block_hash import extend_block_hashes
 from .block_pool import BlockPool, KVCacheBlock
+from .kv_events import BlockStored, KVEventLog
 from .request import Request
 
 
 class KVCacheManager:
-    """Owner of the block pool and of all block tables of a replica."""
+    """Owner of the block pool and of all block tables of a replica.
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    events: told of every block that can be hit, or no longer; None: nobody listens
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        events: KVEventLog | None = None,
+    ) -> None:
         self.block_size = block_size
         self.shares_prefixes = enable_prefix_caching
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, events)
+        self._is_told = events is not None
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_published: dict[str, int] = {}
 
@@ -151,8 +164,20 @@ class KVCacheManager:
             return
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         for index in range(first, num_full):
-            self._pool.publish(table[index], request.block_hashes[index])
+            describe = (
+                functools.partial(_describe, request, index, self.block_size) if self._is_told else None
+            )
+            self._pool.publish(table[index], request.block_hashes[index], describe)
         self._num_published[request.request_id] = num_full
+
+
+def _describe(request: Request, index: int, block_size: int) -> BlockStored:
+    return BlockStored(
+        block_hash=request.block_hashes[index],
+        parent_hash=request.block_hashes[index - 1] if index else None,
+        token_ids=request.token_ids[index * block_size : (index + 1) * block_size],
+        extra_keys=list(request.extra_keys) if index == 0 else [],
+    )
 
 
 def _num_free(blocks: Sequence[KVCacheBlock]) -> int:

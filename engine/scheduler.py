@@ -106,11 +106,6 @@ class Scheduler:
         """Requests that may be added before one is refused because the queue is full."""
         return max(0, self._config.max_num_waiting - len(self._waiting))
 
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Steps that were scheduled and whose result is not in."""
-        return len(self._in_flight)
-
     def add_request(self, core_request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Let a request wait. Returns its only output when it ends here: refused, or nothing left to do.
 
@@ -308,11 +303,11 @@ class Scheduler:
             num_new_tokens = num_tokens - computed
             if num_new_tokens == 0 or (request.num_placeholders and not request.may_run_ahead(num_tokens)):
                 continue
-            if num_new_tokens > 1:
+            is_prefill = num_new_tokens > 1
+            if is_prefill:
                 # One token is left for each request that comes after: nobody who decodes misses a step.
                 room = plan.budget - (len(running) - index)
                 num_new_tokens = min(num_new_tokens, room, self._prefill_limit(request))
-                self._num_prefill_tokens_total += num_new_tokens
             if num_new_tokens > 1 or computed + 1 > request.num_slots:
                 new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
                 while new_block_ids is None:
@@ -323,6 +318,8 @@ class Scheduler:
                     new_block_ids = self._kv.allocate_slots(request, num_new_tokens)
                 if new_block_ids:
                     plan.new_block_ids[request.request_id] = new_block_ids
+            if is_prefill:
+                self._num_prefill_tokens_total += num_new_tokens
             plan.add(request, num_new_tokens, samples=computed + num_new_tokens == num_tokens)
         return self._num_preemptions > num_preemptions_before
 
@@ -381,7 +378,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _finish(self, request: Request) -> None:
-        """Forget a request: finished, aborted or replaced."""
+        """Forget a request."""
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
