@@ -118,8 +118,8 @@ def test_two_front_ends_get_their_own_outputs_and_the_process_stops_cleanly(star
             requests = [make_request(f"a{i}", num_prompt_tokens=5 + i, max_tokens=6) for i in range(4)]
             other = make_request("b", client_index=1, max_tokens=5)
             for request in requests:
-                await first.send(3, request)
-            await second.send(3, other)
+                first.send(3, request)
+            second.send(3, other)
             tokens = await receive_until_finished(first, [request.request_id for request in requests])
             assert tokens == {request.request_id: simulate(request) for request in requests}
             assert await receive_until_finished(second, ["b"]) == {"b": simulate(other)}
@@ -152,7 +152,7 @@ def test_malformed_messages_harm_nobody(start):
             bad_params["sampling_params"]["temperature"] = -4.0
             raw.send(msgspec.msgpack.encode(bad_params))
             request = make_request("good", max_tokens=3)
-            await sockets.send(3, request)
+            sockets.send(3, request)
             tokens = await receive_until_finished(sockets, ["good"])
             assert tokens["good"] == simulate(request)
 
@@ -165,9 +165,9 @@ def test_an_aborted_request_frees_its_blocks(start):
 
     async def scenario():
         async with connect(process) as sockets:
-            await sockets.send(3, make_request("a", max_tokens=None, num_prompt_tokens=3))
-            await sockets.send(3, AbortRequests(request_ids=["a", "unknown"]))
-            await sockets.send(3, make_request("b", max_tokens=2))
+            sockets.send(3, make_request("a", max_tokens=None, num_prompt_tokens=3))
+            sockets.send(3, AbortRequests(request_ids=["a", "unknown"]))
+            sockets.send(3, make_request("b", max_tokens=2))
             await receive_until_finished(sockets, ["b"])
 
     asyncio.run(scenario())
@@ -187,10 +187,10 @@ def test_a_restarted_front_end_leaves_nothing_of_its_earlier_life(start):
     async def scenario():
         async with connect(process) as old:
             for i in range(3):
-                await old.send(3, make_request(f"old{i}", num_prompt_tokens=4, max_tokens=200))
+                old.send(3, make_request(f"old{i}", num_prompt_tokens=4, max_tokens=200))
             await old.recv()
         async with connect(process, incarnation=1) as new:
-            await new.send(3, make_request("new", max_tokens=2))
+            new.send(3, make_request("new", max_tokens=2))
             async with asyncio.timeout(DEADLINE_S):
                 message = await new.recv()
             assert message.outputs[0].request_id == "new"
@@ -205,7 +205,7 @@ def test_a_stop_ends_running_requests_with_an_abort(start):
     async def scenario():
         async with connect(process) as sockets:
             for i in range(30):
-                await sockets.send(3, make_request(f"r{i}", num_prompt_tokens=3, max_tokens=240))
+                sockets.send(3, make_request(f"r{i}", num_prompt_tokens=3, max_tokens=240))
             await sockets.recv()
             process.child.terminate()
             reasons = {}
@@ -227,7 +227,7 @@ def test_the_death_of_a_worker_ends_the_replica_and_names_the_rank(start, poison
 
     async def scenario():
         async with connect(process) as sockets:
-            await sockets.send(3, make_request("a", prompt_token_ids=[poison, 1], max_tokens=1))
+            sockets.send(3, make_request("a", prompt_token_ids=[poison, 1], max_tokens=1))
             await asyncio.to_thread(select.select, [process.child.pidfd], [], [], DEADLINE_S)
 
     asyncio.run(scenario())
