@@ -145,6 +145,12 @@ class DpClient:
         task, self._receive_task = self._receive_task, None
         return await task
 
+    async def reset_prefix_cache(self) -> bool:
+        """Have every replica that serves forget its cached prefixes. False: in one of them requests hold blocks."""
+        assert self._sockets is not None
+        calls = [self._sockets.reset_prefix_cache(dp_rank) for dp_rank in self._ready()]
+        return all(await asyncio.gather(*calls))
+
     async def close(self) -> None:
         """Let go of all sockets. Idempotent."""
         if self._expiry is not None:

@@ -180,6 +180,16 @@ class AsyncLLM:
         except RequestError as error:
             log.debug("abort not delivered request_id=%s error=%s", request_id, error)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes.
+
+        Returns False where requests hold blocks: nothing was forgotten there. Raises ReplicaLostError.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._task is not None, "start() first"
+        return await self._client.reset_prefix_cache()
+
     async def close(self) -> None:
         """End all streams with RequestAbortedError, and the engine if it was started here. Idempotent."""
         if self._error is None:

@@ -11,6 +11,7 @@ whoever watches the process disconnects it.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ from .messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ResetPrefixCache,
 )
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,13 @@ class CoreClient(Protocol):
         """Wait for the next outputs. Raises ReplicaLostError when none will come any more."""
         ...
 
+    async def reset_prefix_cache(self) -> bool:
+        """Have all cached prefixes forgotten. False: somewhere requests hold blocks, and nothing was forgotten there.
+
+        Answered only while someone waits in `get_outputs`. Raises ReplicaLostError.
+        """
+        ...
+
     async def close(self) -> None:
         """Let go of everything. Idempotent."""
         ...
@@ -92,6 +101,9 @@ class CoreSockets:
         self._replicas: dict[int, zmq.Socket[bytes]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._call_ids = itertools.count()
+        # Calls without an answer, by replica and call_id.
+        self._resets: dict[tuple[int, int], asyncio.Future[bool]] = {}
 
     def connect(self, dp_rank: int, input_address: str) -> None:
         """Reach a replica, and say hello. Again for the same rank: forget the old address first."""
@@ -104,6 +116,9 @@ class CoreSockets:
         socket = self._replicas.pop(dp_rank, None)
         if socket is not None:
             socket.close(linger=0)
+        for key, future in self._resets.items():
+            if key[0] == dp_rank and not future.done():
+                future.set_exception(ReplicaLostError(f"replica {dp_rank} was lost"))
 
     def send(self, dp_rank: int, message: ClientMessage) -> None:
         """Send to a replica; never waits.
@@ -123,9 +138,29 @@ class CoreSockets:
         while True:
             data = await self._outputs.recv()
             try:
-                return self._decoder.decode(data)
+                received = self._decoder.decode(data)
             except msgspec.DecodeError as error:
                 log.warning("malformed outputs dropped bytes=%d error=%s", len(data), error)
+                continue
+            if received.reset is None:
+                return received
+            future = self._resets.get((received.dp_rank, received.reset.call_id))
+            if future is not None and not future.done():
+                future.set_result(received.reset.is_reset)
+
+    async def reset_prefix_cache(self, dp_rank: int) -> bool:
+        """Have a replica forget its cached prefixes; the answer comes in while someone waits in `recv`.
+
+        Raises ReplicaLostError when it is not connected, or is lost meanwhile.
+        """
+        call_id = next(self._call_ids)
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets[dp_rank, call_id] = future
+        try:
+            self.send(dp_rank, ResetPrefixCache(client_index=self._hello.client_index, call_id=call_id))
+            return await future
+        finally:
+            del self._resets[dp_rank, call_id]
 
     def close(self) -> None:
         """Close all sockets. A `recv` in progress must be cancelled before. Idempotent."""
@@ -224,6 +259,11 @@ class ProcessCoreClient:
         if not self._lost.done():
             self._sockets.send(0, AbortRequests(request_ids=request_ids))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Have all cached prefixes forgotten. Raises ReplicaLostError."""
+        assert self._sockets is not None
+        return await self._sockets.reset_prefix_cache(0)
+
     async def get_outputs(self) -> list[EngineCoreOutput]:
         """Wait for the next outputs. Raises ReplicaLostError when the engine core is gone."""
         assert self._sockets is not None
@@ -266,6 +306,8 @@ class ProcessCoreClient:
         error = self._child.death(ProcessDiedError)
         log.error("engine core lost: %s", error)
         self._lost.set_result(ReplicaLostError(f"the replica was lost: {error}"))
+        if self._sockets is not None:
+            self._sockets.disconnect(0)
 
 
 class InprocCoreClient:
@@ -291,6 +333,10 @@ class InprocCoreClient:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests."""
         self._core.abort_requests(request_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""
+        return self._core.reset_prefix_cache()
 
     def get_outputs(self) -> list[EngineCoreOutput]:
         """Compute one step and return its outputs. Raises ReplicaLostError when a worker died.

@@ -23,11 +23,9 @@ from ..shm.errors import ProcessError, TransportError
 from ..shm.sockets import bind_pull, connect_push
 from ..workers.sampling_params import SamplingParamsError
 from .messages import (
-    AbortRequests,
     ClientHello,
     ClientMessage,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineStats,
 )
 
@@ -61,15 +59,7 @@ class GrammarReady:
     """A request that waits for its grammar can go on."""
 
 
-InboxItem = (
-    EngineCoreRequest
-    | AbortRequests
-    | ClientHello
-    | ClientLost
-    | StopRequested
-    | ExecutorFailed
-    | GrammarReady
-)
+InboxItem = ClientMessage | ClientLost | StopRequested | ExecutorFailed | GrammarReady
 Inbox = SimpleQueue[InboxItem]
 
 

@@ -38,7 +38,14 @@ from .core_io import (
     InboxItem,
     StopRequested,
 )
-from .messages import AbortRequests, ClientHello, EngineCoreOutputs, EngineCoreRequest
+from .messages import (
+    AbortRequests,
+    ClientHello,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PrefixCacheReset,
+    ResetPrefixCache,
+)
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +216,11 @@ class EngineCoreLoop:
                 self._is_stopping = True
             case ExecutorFailed():
                 raise item.error
+            case ResetPrefixCache():
+                is_reset = self._core.reset_prefix_cache()
+                answer = PrefixCacheReset(call_id=item.call_id, is_reset=is_reset)
+                message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, reset=answer)
+                self._output.put(ClientOutputs(client_index=item.client_index, outputs=message))
             case GrammarReady():
                 self._core.take_grammars()
             case _:

@@ -163,6 +163,10 @@ class LLM:
         """
         return self._client.collective_rpc(name, argument, result_type=result_type, timeout_s=timeout_s)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""
+        return self._client.reset_prefix_cache()
+
     def close(self) -> None:
         """Free the model and end its processes. Idempotent."""
         self._client.close(reason="closed")

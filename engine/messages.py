@@ -75,7 +75,14 @@ class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     output_address: str
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | ClientHello
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_prefix_cache"):
+    """Forget all cached prefixes. Answered by a `PrefixCacheReset` of the same call_id."""
+
+    client_index: int
+    call_id: int
+
+
+ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCache
 """All that a front end may send to an engine core."""
 
 
@@ -101,12 +108,20 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     retry_after_s: float | None = None
 
 
-class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """All outputs of one step for one front end."""
+class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True):
+    """is_reset: False when requests hold blocks: nothing was forgotten then."""
+
+    call_id: int
+    is_reset: bool
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All outputs of one step for one front end, or the answer to one of its calls."""
 
     dp_rank: int
     epoch: int
-    outputs: list[EngineCoreOutput]
+    outputs: list[EngineCoreOutput] = []
+    reset: PrefixCacheReset | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

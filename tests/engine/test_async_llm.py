@@ -10,8 +10,14 @@ import pytest
 from phalanx.engine.async_llm import AsyncLLM
 from phalanx.engine.core import EngineCore
 from phalanx.engine.core_client import InprocCoreClient, ProcessCoreClient
-from phalanx.engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestAbortedError
-from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaLostError,
+    RequestAbortedError,
+    RequestTimeoutError,
+)
+from phalanx.engine.input_processor import InputProcessor, RequestOptions
 from phalanx.engine.outputs import OutputKind
 from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.workers.sampling_params import SamplingParams
@@ -188,3 +194,59 @@ def test_the_in_process_client_turns_a_dead_worker_into_a_lost_replica():
 
     client.close(reason="test")
     assert executor.close_reason == "test"
+
+
+def test_a_reset_forgets_all_cached_prefixes(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            prompt = list(range(1, 20))
+            await collect(llm, prompt, params(2))
+            cached = [output.num_cached_tokens async for output in llm.generate(prompt, params(1))]
+            when_idle = await llm.reset_prefix_cache()
+            fresh = [output.num_cached_tokens async for output in llm.generate(prompt, params(1))]
+            return cached[-1] > 0, when_idle, fresh[-1]
+
+    assert asyncio.run(scenario()) == (True, True, 0)
+
+
+def test_a_lost_engine_ends_a_call_that_waits_for_it(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, client):
+            os.kill(client._child.pid, signal.SIGSTOP)
+            call = asyncio.create_task(llm.reset_prefix_cache())
+            os.kill(client._child.pid, signal.SIGKILL)
+            with pytest.raises(ReplicaLostError):
+                await call
+
+    asyncio.run(scenario())
+
+
+def test_samples_come_side_by_side_and_share_the_prompt(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            texts, prompt = {}, list(range(1, 30))
+            async for output in llm.generate(prompt, params(6, n=3, temperature=1.0, seed=1)):
+                for completion in output.outputs:
+                    texts.setdefault(completion.index, []).extend(completion.token_ids)
+            return texts, output
+
+    texts, last = asyncio.run(scenario())
+
+    expected = expected_tokens(list(range(1, 30)), 6)
+    assert texts == dict.fromkeys(range(3), expected)
+    assert last.finished
+    assert last.num_output_tokens == 18
+    assert last.num_cached_tokens == 0
+
+
+def test_a_request_that_is_late_fails_and_the_next_one_works(inputs):
+    async def scenario():
+        async with launch(inputs) as (llm, _):
+            late = llm.generate([1, 2, 3], params(200), options=RequestOptions(timeout_s=1e-6))
+            with pytest.raises(RequestTimeoutError):
+                async for _ in late:
+                    pass
+            return await collect(llm, [1, 2, 3], params(4))
+
+    token_ids, _ = asyncio.run(scenario())
+    assert token_ids == expected_tokens([1, 2, 3], 4)

@@ -1,10 +1,14 @@
 """EngineCore over a fake executor, without sockets."""
 
+import threading
+
 import pytest
 
 from phalanx.engine.core import EngineCore
+from phalanx.engine.grammar.backend import GrammarError
 from phalanx.engine.messages import FinishReason
 from phalanx.shm.errors import ProcessDiedError, ProcessError
+from phalanx.workers.sampling_params import StructuredOutputs
 from support.engine import make_engine_config, make_report, make_request, simulate
 from support.engine_children import POISON_STEP, FakeExecutor
 
@@ -195,3 +199,48 @@ def test_a_request_ends_when_its_deadline_has_passed():
 
     assert [output.finish_reason for output in outputs if output.request_id == "b"] == [FinishReason.TIMEOUT]
     assert core.num_unfinished_requests == 1
+
+
+def test_a_reset_of_the_prefix_cache_tells_the_truth():
+    core, _ = make_core()
+    core.add_request(make_request("a", num_prompt_tokens=9, max_tokens=3))
+    core.step()
+
+    assert not core.reset_prefix_cache()
+    run(core)
+    assert core.reset_prefix_cache()
+
+    core.add_request(make_request("a", num_prompt_tokens=9, max_tokens=1))
+    assert run(core)[0][0].num_cached_tokens == 0
+
+
+def test_an_idle_core_with_a_grammar_under_way_does_not_spin_and_is_rung():
+    class SlowCompiler:
+        def __init__(self):
+            self.release = threading.Event()
+
+        def compile(self, spec):
+            assert self.release.wait(10)
+            raise GrammarError("no such form")
+
+    compiler, rung = SlowCompiler(), threading.Event()
+    executor = FakeExecutor()
+    core = EngineCore(
+        make_engine_config(), executor, executor.start(), compiler=compiler, on_grammar=rung.set
+    )
+    core.add_request(make_request("a", structured_outputs=StructuredOutputs(regex="x")))
+    core.add_request(make_request("b", max_tokens=2))
+    outputs = run(core)
+    assert {output.request_id for output in outputs[0]} == {"b"}
+    assert not core.has_work
+
+    compiler.release.set()
+    assert rung.wait(10)
+    core.take_grammars()
+
+    (refused,) = run(core)[0]
+    assert refused.request_id == "a"
+    assert refused.is_invalid
+    assert refused.error == "no such form"
+    assert core.num_unfinished_requests == 0
+    core.close(reason="done")
