@@ -21,6 +21,8 @@ class SchedulerConfig:
     step waits for the one before it."""
     long_prefill_share: float = 0.5
     """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
+    kv_events: bool = False
+    """Keep a log of what the prefix cache holds, for front ends that follow it. Costs microseconds a block."""
     max_overtakes: int = 64
     """How many requests of a better priority may be admitted before the oldest waiting one. 0: strict order of
     arrival."""

@@ -27,6 +27,7 @@ from .grammar.backend import GrammarCompiler
 from .grammar.compiler_pool import CompilerPool
 from .grammar.llguidance_backend import LLGuidanceCompiler
 from .kv_cache_manager import KVCacheManager
+from .kv_events import KVEventBatch, KVEventLog
 from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
 from .scheduler import Scheduler
 from .tokenizer import load_tokenizer
@@ -34,6 +35,9 @@ from .tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+NUM_KEPT_KV_BATCHES = 1000
+"""For followers that have missed some: the batches of about the last half minute of decoding."""
 
 OutputsByClient = dict[int, list[EngineCoreOutput]]
 """What one step made, by client_index."""
@@ -64,12 +68,16 @@ class EngineCore:
         self._epoch = epoch
         self._clock = clock
         self._executor = executor
+        self._kv_events: KVEventLog | None = None
+        if config.scheduler.kv_events:
+            self._kv_events = KVEventLog(dp_rank=dp_rank, epoch=epoch, num_kept=NUM_KEPT_KV_BATCHES)
         self._scheduler = Scheduler(
             config.scheduler,
             KVCacheManager(
                 num_blocks=report.num_kv_blocks,
                 block_size=report.block_size,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
+                events=self._kv_events,
             ),
             max_model_len=report.max_model_len,
             vocab_size=report.vocab_size,
@@ -238,6 +246,18 @@ class EngineCore:
     ) -> list[HookOutcome[T]]:
         """Run a hook on every rank, behind the steps in flight; see Executor."""
         return self._executor.collective_rpc(name, argument, result_type=result_type, timeout_s=timeout_s)
+
+    def take_kv_events(self) -> list[KVEventBatch]:
+        """Take what the prefix cache has won and lost since the last call: one batch, or none."""
+        batch = self._kv_events.take_batch() if self._kv_events is not None else None
+        return [] if batch is None else [batch]
+
+    def replay_kv_events(self, first_sequence: int) -> list[KVEventBatch]:
+        """Return the batches from `first_sequence` on, or a snapshot. Call it right after `take_kv_events`."""
+        if self._kv_events is None:
+            return []
+        batches = self._kv_events.replay(first_sequence)
+        return [self._kv_events.snapshot()] if batches is None else batches
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
@@ -43,6 +43,7 @@ from .messages import (
     ClientHello,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FollowKVEvents,
     PrefixCacheReset,
     ResetPrefixCache,
 )
@@ -165,6 +166,7 @@ class EngineCoreLoop:
         self._epoch = epoch
         self._clock = clock
         self._incarnations: dict[int, int] = {}
+        self._kv_followers: set[int] = set()
         self._is_stopping = False
         self._has_changed = True
         self._reported_at = -STATS_INTERVAL_AT_REST_S
@@ -211,6 +213,7 @@ class EngineCoreLoop:
             case ClientHello():
                 self._greet(item)
             case ClientLost():
+                self._kv_followers.discard(item.client_index)
                 self._core.abort_client(item.client_index)
             case StopRequested():
                 self._is_stopping = True
@@ -219,8 +222,13 @@ class EngineCoreLoop:
             case ResetPrefixCache():
                 is_reset = self._core.reset_prefix_cache()
                 answer = PrefixCacheReset(call_id=item.call_id, is_reset=is_reset)
-                message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, reset=answer)
-                self._output.put(ClientOutputs(client_index=item.client_index, outputs=message))
+                self._answer(item.client_index, reset=answer)
+                self._tell_kv_events()
+            case FollowKVEvents():
+                self._tell_kv_events()
+                self._kv_followers.add(item.client_index)
+                if batches := self._core.replay_kv_events(item.first_sequence):
+                    self._answer(item.client_index, kv_events=batches)
             case GrammarReady():
                 self._core.take_grammars()
             case _:
@@ -232,6 +240,7 @@ class EngineCoreLoop:
         if known is not None and hello.incarnation < known:
             return
         if known is not None and hello.incarnation > known:
+            self._kv_followers.discard(hello.client_index)
             num_aborted = self._core.abort_client(hello.client_index)
             log.info("front end restarted client_index=%d aborted=%d", hello.client_index, num_aborted)
         self._incarnations[hello.client_index] = hello.incarnation
@@ -239,8 +248,18 @@ class EngineCoreLoop:
 
     def _hand_over(self, outputs: OutputsByClient) -> None:
         for client_index, client_outputs in outputs.items():
-            message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, outputs=client_outputs)
-            self._output.put(ClientOutputs(client_index=client_index, outputs=message))
+            self._answer(client_index, outputs=client_outputs)
+        self._tell_kv_events()
+
+    def _tell_kv_events(self) -> None:
+        """Tell all followers what the prefix cache has won and lost."""
+        if batches := self._core.take_kv_events():
+            for client_index in self._kv_followers:
+                self._answer(client_index, kv_events=batches)
+
+    def _answer(self, client_index: int, **fields: Any) -> None:
+        message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, **fields)
+        self._output.put(ClientOutputs(client_index=client_index, outputs=message))
 
     def _next_wake_at(self) -> float:
         """When there is something to do that nobody rings for: a report, or the deadline of a request."""

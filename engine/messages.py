@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from ..workers.sampling_params import SamplingParams
+from .kv_events import KVEventBatch
 
 
 class FinishReason(StrEnum):
@@ -82,7 +83,18 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_pre
     call_id: int
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCache
+class FollowKVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="follow_kv_events"):
+    """Send all `KVEventBatch`es from now on; again: after a gap.
+
+    first_sequence: of the first batch that is missing. It comes, with all that follow it, or a snapshot instead;
+                    nothing does when the replica keeps no events (`scheduler.kv_events`)
+    """
+
+    client_index: int
+    first_sequence: int = 0
+
+
+ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCache | FollowKVEvents
 """All that a front end may send to an engine core."""
 
 
@@ -116,12 +128,13 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All outputs of one step for one front end, or the answer to one of its calls."""
+    """All outputs of one step for one front end, or the answer to one of its calls, or what it follows."""
 
     dp_rank: int
     epoch: int
     outputs: list[EngineCoreOutput] = []
     reset: PrefixCacheReset | None = None
+    kv_events: list[KVEventBatch] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

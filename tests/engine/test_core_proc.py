@@ -12,7 +12,8 @@ import zmq
 
 from phalanx.engine.core_client import CoreSockets
 from phalanx.engine.core_proc import EngineCoreArgs, EngineCoreReady
-from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason
+from phalanx.engine.kv_events import follow
+from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowKVEvents
 from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
@@ -258,3 +259,33 @@ def test_an_idle_engine_core_uses_no_processor_time(start):
     process.wait_stats(lambda stats: True)
 
     assert cpu_ticks() - before <= 10
+
+
+def test_a_front_end_that_follows_the_prefix_cache_knows_what_it_holds_also_after_a_gap(start):
+    process = start(kv_events=True)
+    process.wait_ready()
+    request = make_request("a", num_prompt_tokens=9, max_tokens=8)
+
+    async def scenario():
+        async with asyncio.timeout(DEADLINE_S), connect(process) as sockets:
+            sockets.send(3, FollowKVEvents(client_index=0))
+            sockets.send(3, request)
+            held, sequences, num_tokens = set(), [], 0
+            # 16 of the 17 tokens are computed: four blocks of four.
+            while len(held) < 4 or num_tokens < 8:
+                message = await sockets.recv()
+                num_tokens += sum(len(output.new_token_ids) for output in message.outputs)
+                follow(held, message.kv_events)
+                sequences += [batch.sequence for batch in message.kv_events]
+            sockets.send(3, FollowKVEvents(client_index=0, first_sequence=1))
+            replayed = (await sockets.recv()).kv_events
+            reset = asyncio.create_task(sockets.reset_prefix_cache(3))
+            follow(held, (await sockets.recv()).kv_events)
+            return sequences, [batch.sequence for batch in replayed], held, await reset
+
+    sequences, replayed, held, is_reset = asyncio.run(scenario())
+
+    assert sequences == list(range(len(sequences)))
+    assert replayed == sequences[1:]
+    assert is_reset
+    assert held == set()
