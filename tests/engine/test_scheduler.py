@@ -195,3 +195,85 @@ def test_the_longest_request_ends_where_the_cache_ends():
     assert len(outputs) == 7
     assert outputs[-1].finish_reason is FinishReason.LENGTH
     assert kv.usage == 0.0
+
+
+def test_min_tokens_never_keeps_a_request_from_ending_at_the_context():
+    scheduler, kv = make_scheduler(max_model_len=40)
+    scheduler.add_request(
+        make_request(num_prompt_tokens=5, max_tokens=500, min_tokens=500, eos_token_ids=(1,))
+    )
+
+    outputs = run_to_end(scheduler, FakeModelRunner(), depth=2)
+
+    assert len(outputs) == 35
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert kv.usage == 0.0
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_computes_only_what_is_missing():
+    request = make_request("b", num_prompt_tokens=9, max_tokens=20)
+    scheduler, _ = make_scheduler(num_blocks=9, block_size=4, max_num_seqs=2)
+    scheduler.add_request(make_request("a", prompt_token_ids=[3] * 9, max_tokens=15))
+    scheduler.add_request(request)
+    runner = FakeModelRunner()
+
+    outputs = run_to_end(scheduler, runner, depth=2)
+
+    assert scheduler.stats().num_preemptions > 0
+    assert scheduler.stats().prefix_hit_tokens > 0
+    assert collect_tokens(outputs)["b"] == simulate(request, max_model_len=scheduler.max_model_len)
+
+
+def test_the_most_urgent_request_is_preempted_last_wherever_it_was_admitted():
+    scheduler, _ = make_scheduler(num_blocks=10, block_size=2, max_num_seqs=3)
+    runner = FakeModelRunner(block_size=2)
+    requests = [
+        make_request(name, prompt_token_ids=[i] * 3, max_tokens=6, priority=priority)
+        for i, (name, priority) in enumerate([("late", 5), ("soon", 1), ("now", 0)])
+    ]
+    arriving, removed, outputs = list(requests), [], []
+    while True:
+        if arriving:
+            scheduler.add_request(arriving.pop(0))
+        if (step := scheduler.schedule()) is None:
+            break
+        removed += step.removed_request_ids
+        outputs += scheduler.update_from_output(step, runner.execute(step))
+        scheduler.check_invariants()
+
+    assert removed[0] == "late"
+    assert scheduler.stats().num_preemptions > 0
+    assert collect_tokens(outputs) == {request.request_id: simulate(request) for request in requests}
+    ends = [output.request_id for output in outputs if output.finish_reason is not None]
+    assert ends[-1] == "late"
+    assert "now" not in removed[: removed.index("late")]
+
+
+def test_siblings_wait_for_the_prompt_of_the_first_and_share_its_blocks():
+    scheduler, kv = make_scheduler(num_blocks=64, block_size=4, max_num_batched_tokens=8)
+    prompt = list(range(21))
+    for index in range(3):
+        scheduler.add_request(make_request(f"r#{index}", prompt_token_ids=prompt, max_tokens=4, group_id="r"))
+    scheduler.add_request(make_request("other", prompt_token_ids=[9], max_tokens=9))
+    runner = FakeModelRunner()
+    steps = []
+    while (step := scheduler.schedule()) is not None:
+        steps.append(dict(step.num_scheduled_tokens))
+        scheduler.update_from_output(step, runner.execute(step))
+        if len(steps) == 5:
+            assert len({tuple(kv.get_block_ids(f"r#{index}")[:5]) for index in range(3)}) == 1
+
+    assert "other" in steps[0], "nobody waits for siblings but siblings"
+    computed = sum(step.get(f"r#{index}", 0) for step in steps for index in range(3))
+    assert computed == 21 + 1 + 1 + 3 * 3
+
+
+def test_a_prompt_leaves_a_share_of_the_step_to_other_prompts():
+    scheduler, _ = make_scheduler(max_num_batched_tokens=16, long_prefill_share=0.5)
+    scheduler.add_request(make_request("long", prompt_token_ids=[1] * 40, max_tokens=2))
+    scheduler.add_request(make_request("short", prompt_token_ids=[2] * 6, max_tokens=2))
+
+    first = scheduler.schedule()
+
+    assert first is not None
+    assert first.num_scheduled_tokens == {"long": 8, "short": 6}
