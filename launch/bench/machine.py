@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from ... import __version__
+
 _PACKAGES = ("torch", "msgspec", "pyzmq", "numpy")
 
 
@@ -53,7 +55,7 @@ def read_versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    versions["phalanx"] = _commit(Path(__file__).resolve().parent) or metadata.version("phalanx")
+    versions["phalanx"] = _commit(Path(__file__).resolve().parent) or __version__
     return versions
 
 

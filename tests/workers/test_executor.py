@@ -44,7 +44,7 @@ def test_more_ranks_than_a_ring_has_readers_are_refused() -> None:
 
 def test_a_model_that_is_not_there_is_refused_before_anything_starts() -> None:
     executor = create(2)
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match="neither a folder nor a GGUF file"):
         executor.start()
 
     assert executor.phases == []
