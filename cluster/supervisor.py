@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from ..engine.config import EngineConfig
-from ..engine.core_proc import EngineCoreArgs, EngineCoreReady
+from ..engine.core_args import EngineCoreArgs, EngineCoreReady
 from ..shm.errors import ProcessDiedError, QueueClosedError, StartupError
 from ..shm.exit_codes import ExitCode
 from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner

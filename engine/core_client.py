@@ -29,7 +29,7 @@ from ..workers.hooks import HookOutcome
 from ..workers.messages import ExecutorReport
 from .config import EngineConfig
 from .core import EngineCore
-from .core_proc import EngineCoreArgs, EngineCoreReady
+from .core_args import EngineCoreArgs, EngineCoreReady
 from .errors import ReplicaLostError
 from .messages import (
     AbortRequests,

@@ -24,9 +24,8 @@ from ..shm.errors import ProcessError
 from ..shm.exit_codes import ExitCode
 from ..shm.status_board import StatusBoard
 from ..workers.executor import Executor, create_executor
-from ..workers.messages import ExecutorReport
-from .config import EngineConfig
 from .core import EngineCore, OutputsByClient
+from .core_args import EngineCoreArgs, EngineCoreReady
 from .core_io import (
     ClientLost,
     ClientOutputs,
@@ -54,34 +53,6 @@ STATS_INTERVAL_S = 0.05
 """Between two reports while something changes."""
 STATS_INTERVAL_AT_REST_S = 2.0
 """Between two reports while nothing does: a coordinator that was restarted learns of us from the next one."""
-
-
-class EngineCoreArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine-core process is told.
-
-    input_address:    where it binds, for front ends to send to
-    stats_address:    where it sends `EngineStats`; None: nowhere
-    device_indices:   GPUs of its ranks, consecutive; ignored on CPU
-    board_fd:         the status board, inherited under this number; its ranks use the slots from
-                      first_board_slot on, of num_board_slots in all
-    """
-
-    config: EngineConfig
-    dp_rank: int
-    epoch: int
-    input_address: str
-    stats_address: str | None
-    device_indices: list[int]
-    board_fd: int | None = None
-    num_board_slots: int = 0
-    first_board_slot: int = 0
-
-
-class EngineCoreReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine-core process says when it serves. report.max_model_len: what the KV cache holds at most."""
-
-    report: ExecutorReport
-    pid: int
 
 
 MakeExecutor = Callable[

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import zmq
 
+from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
-from phalanx.engine.core_proc import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.kv_events import follow
 from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowKVEvents
 from phalanx.shm.errors import ProcessDiedError, StartupError

@@ -11,7 +11,8 @@ import msgspec
 import zmq
 
 from phalanx.engine.config import EngineConfig
-from phalanx.engine.core_proc import EngineCoreArgs, run_engine_core
+from phalanx.engine.core_args import EngineCoreArgs
+from phalanx.engine.core_proc import run_engine_core
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ProcessError
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready

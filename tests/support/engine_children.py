@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from phalanx.engine.core_proc import EngineCoreArgs, run_engine_core
+from phalanx.engine.core_args import EngineCoreArgs
+from phalanx.engine.core_proc import run_engine_core
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ProcessDiedError, ProcessError
 from phalanx.shm.status_board import RankStatus
