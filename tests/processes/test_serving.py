@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -67,6 +68,49 @@ async def leave_early(client: AsyncOpenAI, prompt: str) -> None:
     async for _ in chunks:
         await chunks.close()
         break
+
+
+def test_samples_and_forms_of_answers_come_from_every_replica(cluster: Cluster, prompts: list[str]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+
+    async def run() -> tuple[list[Any], Any, Any]:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            formed = await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="tiny",
+                        messages=[{"role": "user", "content": prompt}],
+                        max_tokens=60,
+                        response_format={
+                            "type": "json_schema",
+                            "json_schema": {"name": "answer", "schema": schema},
+                        },
+                    )
+                    for prompt in prompts[:8]
+                )
+            )
+            together = await client.completions.create(
+                model="tiny", prompt=prompts[0], max_tokens=12, n=3, seed=5, temperature=1.0
+            )
+            third = await client.completions.create(
+                model="tiny", prompt=prompts[0], max_tokens=12, seed=7, temperature=1.0
+            )
+            return formed, together, third
+
+    formed, together, third = asyncio.run(run())
+
+    for answer in formed:
+        value = json.loads(answer.choices[0].message.content)
+        assert isinstance(value["ok"], bool)
+        assert value["n"] in (1, 2, 3)
+        assert answer.choices[0].finish_reason == "stop"
+    assert together.choices[2].text == third.choices[0].text
+    assert together.usage.prompt_tokens == third.usage.prompt_tokens
 
 
 def test_64_streams_are_complete_and_none_is_mixed_up(cluster: Cluster, prompts: list[str]) -> None:
