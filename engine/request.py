@@ -138,6 +138,19 @@ class Request:
         """
         return num_tokens < self.max_num_tokens and self.matcher is None
 
+    def append_output_token(self, token_id: int) -> Stop | None:
+        """Take over a sampled token, and say whether it ends the request."""
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        # Nearly always so, and once for each token that is made.
+        if (
+            token_id not in self.end_token_ids
+            and len(token_ids) < self.max_num_tokens
+            and self.matcher is None
+        ):
+            return None
+        return self.check_stop()
+
     def check_stop(self) -> Stop | None:
         """Say whether the last token ends the request.
 

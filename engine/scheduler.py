@@ -236,9 +236,8 @@ class Scheduler:
                 self._finish(request)
                 outputs.append(refuse(request.core_request, "the output left its grammar", is_invalid=False))
                 continue
-            request.token_ids.append(token_id)
+            stop = request.append_output_token(token_id)
             self._num_output_tokens_total += 1
-            stop = request.check_stop()
             outputs.append(make_output(request, new_token_ids=[token_id], stop=stop))
             if stop is not None:
                 self._kv.publish(request)

@@ -24,6 +24,10 @@ def make_output(
     finish_reason: FinishReason | None = None,
 ) -> EngineCoreOutput:
     """Say what a request got, and whether it ended: by a `stop`, or otherwise with `finish_reason`."""
+    if request.has_reported_cached_tokens and stop is None and finish_reason is None:
+        return EngineCoreOutput(
+            request_id=request.request_id, attempt=request.attempt, new_token_ids=new_token_ids or []
+        )
     num_cached_tokens = 0
     if not request.has_reported_cached_tokens:
         request.has_reported_cached_tokens = True
