@@ -199,7 +199,10 @@ class ReplayLog:
         entry = self._entries[request_id]
         self.forget(request_id)
         return EngineCoreOutput(
-            request_id=request_id, attempt=entry.request.attempt, finish_reason=FinishReason.ERROR, error=reason
+            request_id=request_id,
+            attempt=entry.request.attempt,
+            finish_reason=FinishReason.ERROR,
+            error=reason,
         )
 
 
