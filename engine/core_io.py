@@ -10,6 +10,7 @@ from one queue and puts outputs into another, so that decoding, encoding and sen
 When a front end dies its PUSH fills up to its bound; then the front end counts as gone (`ClientLost`).
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -91,7 +92,7 @@ class CoreInput:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; what has not been taken is lost. Idempotent."""
+        """Put what has arrived into the inbox, and stop the thread. Idempotent."""
         if self._thread is not None:
             os.eventfd_write(self._stop_fd, 1)
             self._thread.join()
@@ -108,16 +109,23 @@ class CoreInput:
         poller.register(self._stop_fd, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._stop_fd in ready:
+            is_last = self._stop_fd in ready
+            with contextlib.suppress(zmq.Again):
+                # At the end all that has arrived, so that whoever sent it gets an answer.
+                self._take(decoder, socket.recv(zmq.NOBLOCK))
+                while is_last:
+                    self._take(decoder, socket.recv(zmq.NOBLOCK))
+            if is_last:
                 break
-            data = socket.recv()
-            try:
-                self._inbox.put(decoder.decode(data))
-            # SamplingParams check themselves while they are decoded, and raise an error of their own.
-            except (msgspec.DecodeError, SamplingParamsError, RecursionError) as error:
-                self.num_malformed += 1
-                log.warning("malformed message dropped bytes=%d error=%s", len(data), error)
         socket.close()
+
+    def _take(self, decoder: "msgspec.msgpack.Decoder[ClientMessage]", data: bytes) -> None:
+        try:
+            self._inbox.put(decoder.decode(data))
+        # SamplingParams check themselves while they are decoded, and raise an error of their own.
+        except (msgspec.DecodeError, SamplingParamsError, RecursionError) as error:
+            self.num_malformed += 1
+            log.warning("malformed message dropped bytes=%d error=%s", len(data), error)
 
 
 class CoreOutput:

@@ -100,7 +100,7 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
         context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
         reason = "failed"
         log.info("engine core ready dp_rank=%d kv_blocks=%d", args.dp_rank, core.report.num_kv_blocks)
-        EngineCoreLoop(core, inbox, core_output, dp_rank=args.dp_rank, epoch=args.epoch).run()
+        EngineCoreLoop(core, inbox, core_input, core_output, dp_rank=args.dp_rank, epoch=args.epoch).run()
         reason = "stop requested"
         return ExitCode.OK
     except ProcessError as error:
@@ -124,6 +124,7 @@ class EngineCoreLoop:
         self,
         core: EngineCore,
         inbox: Inbox,
+        input: CoreInput,
         output: CoreOutput,
         *,
         dp_rank: int,
@@ -132,6 +133,7 @@ class EngineCoreLoop:
     ) -> None:
         self._core = core
         self._inbox = inbox
+        self._input = input
         self._output = output
         self._dp_rank = dp_rank
         self._epoch = epoch
@@ -150,6 +152,9 @@ class EngineCoreLoop:
             if self._core.has_work and not self._is_stopping:
                 self._has_changed = True
                 self._hand_over(self._core.step(self._take_arrived))
+        # What has arrived by now gets its answer as well.
+        self._input.close()
+        self._take_arrived()
         log.info(
             "engine core stops dp_rank=%d unfinished=%d", self._dp_rank, self._core.num_unfinished_requests
         )
