@@ -2,12 +2,13 @@
 
 Called by: core_proc.py in the engine-core process, and `InprocCoreClient` for `LLM`; one thread.
 
-    step()   schedule and submit N+1 | wait for N | what has come meanwhile | update with N
-    workers     ... compute N .............| compute N+1 ...
+    step()   schedule and submit N+1 | wait for N | what has come meanwhile | update with N | masks for N+1
+    workers     ... compute N .............| forward of N+1 ...............................| sample N+1
 
-Invariants: steps come back in the order of their submission. Every request that was added ends in exactly one
-output with a finish reason, or was aborted by its client. When a worker dies, `step` raises the executor's
-ProcessError; the replica is over then.
+Invariants: steps come back in the order of their submission. The grammar masks of a step go out as soon as it is the
+oldest in flight, for they depend on the tokens of the step before; so they are the next message after their step.
+Every request that was added ends in exactly one output with a finish reason, or was aborted by its client. When a
+worker dies, `step` raises the executor's ProcessError; the replica is over then.
 """
 
 import logging
@@ -189,6 +190,7 @@ class EngineCore:
             result = step.result()
             on_result()
             self._give(self._scheduler.update_from_output(scheduled, result))
+            self._submit_masks()
         self._is_lost = False
         outputs, self._pending = self._pending, {}
         return outputs
@@ -218,6 +220,13 @@ class EngineCore:
             if scheduled is None:
                 break
             self._in_flight.append((scheduled, self._executor.submit_model(scheduled)))
+            if len(self._in_flight) == 1:
+                self._submit_masks()
+
+    def _submit_masks(self) -> None:
+        """Send the step that has just become the oldest in flight the masks that it waits for."""
+        if self._in_flight and self._in_flight[0][0].needs_masks:
+            self._executor.submit_masks(self._scheduler.fill_grammar_masks())
 
     def _expire(self) -> None:
         """End requests whose deadline has passed."""

@@ -134,9 +134,9 @@ class Request:
     def may_run_ahead(self, num_tokens: int) -> bool:
         """Say whether the token after a placeholder may be scheduled. num_tokens: placeholders included.
 
-        No: the token on its way is the last one, whatever it is; or a grammar must see it first.
+        No: the token on its way is the last one, whatever it is.
         """
-        return num_tokens < self.max_num_tokens and self.matcher is None
+        return num_tokens < self.max_num_tokens
 
     def append_output_token(self, token_id: int) -> Stop | None:
         """Take over a sampled token, and say whether it ends the request."""

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 
-from ..workers.messages import ModelRunnerOutput, SchedulerOutput
+from ..workers.messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .config import SchedulerConfig
 from .deadlines import DeadlineHeap
 from .grammar.backend import Matcher
@@ -215,8 +215,13 @@ class Scheduler:
             num_computed_tokens=plan.num_computed_tokens,
             new_block_ids=plan.new_block_ids,
             removed_request_ids=removed,
-            grammar_masks=fill_grammar_masks(plan.sampling, self._vocab_size) if plan.has_grammar else None,
+            needs_masks=plan.has_grammar,
         )
+
+    def fill_grammar_masks(self) -> GrammarMasks:
+        """Say what may come next in the oldest step in flight. To be asked as soon as it is the oldest."""
+        step, sampling = self._in_flight[0]
+        return fill_grammar_masks(step, sampling, self._vocab_size)
 
     def update_from_output(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..workers.messages import GrammarMasks
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from .request import Request, Stop
+from .request import Request, RequestStatus, Stop
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when the queue is full: about the time of a few hundred decode steps' worth
@@ -56,11 +56,20 @@ def refuse(
     )
 
 
-def fill_grammar_masks(sampling: Sequence[Request], vocab_size: int) -> GrammarMasks:
-    """Ask the matchers of a step what may come next. All tokens of their requests are known."""
-    constrained = [request for request in sampling if request.matcher is not None]
+def fill_grammar_masks(step: int, sampling: Sequence[Request], vocab_size: int) -> GrammarMasks:
+    """Ask the matchers of a step what may come next, all steps before it being known.
+
+    Requests that have ended meanwhile are left out: their matchers may stand anywhere.
+    """
+    constrained = [
+        request
+        for request in sampling
+        if request.matcher is not None and request.status is not RequestStatus.FINISHED
+    ]
     words = np.zeros((len(constrained), -(-vocab_size // 32)), dtype=np.uint32)
     for row, request in zip(words, constrained, strict=True):
         assert request.matcher is not None
         request.matcher.fill(row)
-    return GrammarMasks(request_ids=[request.request_id for request in constrained], bits=words.tobytes())
+    return GrammarMasks(
+        step=step, request_ids=[request.request_id for request in constrained], bits=words.tobytes()
+    )

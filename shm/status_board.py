@@ -49,6 +49,8 @@ class Phase(StrEnum):
     WAITING = "waiting"
     STOPPING = "stopping"
     HOOK = "hook"
+    MASKS = "masks"
+    """Waits for the grammar masks of its step."""
 
     @classmethod
     def named(cls, name: str) -> "Phase":

@@ -1,14 +1,14 @@
 """The closed set of calls from an executor to its workers, and their answers. Torch-free.
 
 Called by: multiproc_executor.py encodes calls and decodes answers, worker_loop.py the other way round. Every
-rank runs every call. A step is answered by rank 0 alone, every other call by all ranks. A call that fails on a
-rank is told by that rank as a `WorkerFailure`: a hook's takes the place of the answer, any other goes over the
-lifeline, for it ends the replica whether anybody waits or not.
+rank runs every call. A step is answered by rank 0 alone, the masks that follow it by nobody, every other call by
+all ranks. A call that fails on a rank is told by that rank as a `WorkerFailure`: a hook's takes the place of the
+answer, any other goes over the lifeline, for it ends the replica whether anybody waits or not.
 """
 
 import msgspec
 
-from .messages import ModelRunnerOutput, SchedulerOutput
+from .messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .worker_config import WorkerConfig
 
 
@@ -24,6 +24,12 @@ class ExecuteModel(msgspec.Struct, frozen=True, tag="execute_model"):
     scheduler_output: SchedulerOutput
 
 
+class GiveMasks(msgspec.Struct, frozen=True, tag="give_masks"):
+    """Let the step that waits for its grammar masks go on. The next call after such a step, and never answered."""
+
+    masks: GrammarMasks
+
+
 class RunHook(msgspec.Struct, frozen=True, tag="run_hook"):
     """Run the hook of that registered name. argument: msgpack of the hook's own type."""
 
@@ -31,7 +37,7 @@ class RunHook(msgspec.Struct, frozen=True, tag="run_hook"):
     argument: bytes
 
 
-Call = InitializeKVCache | ExecuteModel | RunHook
+Call = InitializeKVCache | ExecuteModel | GiveMasks | RunHook
 
 
 class KVCacheInitialized(msgspec.Struct, frozen=True, tag="kv_cache_initialized"):

@@ -15,7 +15,7 @@ from ..shm.errors import ProcessError
 from ..shm.status_board import RankStatus, StatusBoard
 from .config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
 from .hooks import HookOutcome
-from .messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
+from .messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .multiproc_executor import MultiprocExecutor
 from .worker_config import WorkerConfig
 
@@ -54,11 +54,18 @@ class Executor(Protocol):
         ...
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step: `submit_model(...).result()`."""
+        """Compute one step that needs no grammar masks: `submit_model(...).result()`."""
         ...
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """Begin one step and return at once; steps run in the order of submission. Raises ProcessError."""
+        ...
+
+    def submit_masks(self, masks: GrammarMasks) -> None:
+        """Give the step that was submitted last the masks that it needs; once, and before anything else is submitted.
+
+        Its forward pass may have run by now, and it does not sample before. Raises ProcessError.
+        """
         ...
 
     def collective_rpc(

@@ -222,6 +222,8 @@ class InputBatch:
 
     def _allowed_tokens(self, step: StepInput, masks: GrammarMasks) -> dict[int, npt.NDArray[np.bool_]]:
         """Unpack masks: [vocab_size] for each row that has one, by its place among the rows that sample."""
+        if not masks.request_ids:
+            return {}
         places = {step.request_ids[row]: place for place, row in enumerate(step.sampling_rows.tolist())}
         words = np.frombuffer(masks.bits, dtype=np.uint8).reshape(len(masks.request_ids), -1)
         bits = np.unpackbits(words, axis=1, bitorder="little", count=self._vocab_size).astype(np.bool_)

@@ -37,13 +37,16 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens the grammars of some requests allow next.
+    """Which tokens the grammars of some requests allow next. Follows its step when the step before it is known.
 
-    request_ids: requests of the step that sample in it and have a grammar; all others are free
+    step:        of which step
+    request_ids: requests of the step that sample in it and have a grammar; all others are free, also those that
+                 have ended meanwhile: nobody wants what they sample
     bits:        [len(request_ids), ceil(vocab_size / 32)] little-endian uint32 words; bit j of word i allows
                  token 32 * i + j
     """
 
+    step: int
     request_ids: list[str]
     bits: bytes
 
@@ -57,7 +60,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
                           own count must agree
     new_block_ids:        blocks added in this step, in order, for those held requests that grew
     removed_request_ids:  rows to drop before anything else: finished, aborted and preempted requests
-    grammar_masks:        applied before anything else touches the logits
+    needs_masks:          exactly one `GrammarMasks` follows, before any other step; no rank samples until it has them
 
     A request samples one token in this step exactly when its computed and scheduled tokens together reach
     the tokens known of it; a prompt chunk before the last one samples nothing. A request that is removed and
@@ -70,7 +73,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: list[int]
     removed_request_ids: list[str]
     new_block_ids: dict[str, list[int]] = {}
-    grammar_masks: GrammarMasks | None = None
+    needs_masks: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

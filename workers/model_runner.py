@@ -17,6 +17,11 @@ from .models.causal_lm import CausalLM
 from .sampler import sample
 
 
+def no_masks() -> GrammarMasks:
+    """For steps that need no grammar masks."""
+    raise RuntimeError("the step needs grammar masks, and nobody gives them")
+
+
 class ModelRunner:
     """Runs steps of one rank's model over its KV cache.
 
@@ -40,9 +45,13 @@ class ModelRunner:
         self._device = device
         self._on_phase = on_phase
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
+    ) -> ModelRunnerOutput:
         """Compute one step.
 
+        receive_masks: waits for the grammar masks, once the logits are under way; called exactly when the step
+                       `needs_masks`, so that all ranks take in the same messages
         Raises RuntimeError when the step does not fit the rows held here; the replica must end then.
         """
         self._on_phase("input")
@@ -51,7 +60,7 @@ class ModelRunner:
             return ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
         hidden = self._forward(step)
-        sampled = self._sample(step, hidden, scheduler_output.grammar_masks)
+        sampled = self._sample(step, hidden, receive_masks if scheduler_output.needs_masks else None)
         self._batch.finish_step(step, sampled)
         return ModelRunnerOutput(
             step=scheduler_output.step,
@@ -71,7 +80,7 @@ class ModelRunner:
         return hidden
 
     def _sample(
-        self, step: StepInput, hidden: torch.Tensor, masks: GrammarMasks | None
+        self, step: StepInput, hidden: torch.Tensor, receive_masks: Callable[[], GrammarMasks] | None
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Tokens of the rows that sample. No rank enters the head when none does: all see the same step."""
         if step.sampling_rows.size == 0:
@@ -79,6 +88,10 @@ class ModelRunner:
         self._on_phase("sampling")
         last = torch.from_numpy(step.last_token_index).to(self._device)
         logits = self._model.compute_logits(hidden.index_select(0, last))
+        masks = None
+        if receive_masks is not None:
+            masks = receive_masks()
+            self._on_phase("sampling")
         sampled: np.ndarray[tuple[int], np.dtype[np.int64]] = (
             sample(logits, self._batch.sampling_batch(step, masks)).cpu().numpy()
         )

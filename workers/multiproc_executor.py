@@ -36,6 +36,7 @@ from ..shm.status_board import Phase, RankStatus, StatusBoard
 from .calls import (
     Call,
     ExecuteModel,
+    GiveMasks,
     InitializeKVCache,
     KVCacheInitialized,
     Reply,
@@ -45,7 +46,7 @@ from .calls import (
 )
 from .config import ExecutorConfig
 from .hooks import HookOutcome, check_hook_name, encode_argument, hook_outcome
-from .messages import ExecutorReport, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .reply_ledger import PendingCall, ReplyLedger
 from .stall import describe_stall
 from .transformer_config import read_transformer_config
@@ -202,7 +203,7 @@ class MultiprocExecutor:
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step. As `submit_model(...).result()`."""
+        """Compute one step that needs no masks. As `submit_model(...).result()`."""
         return self.submit_model(scheduler_output).result()
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> MultiprocStep:
@@ -216,6 +217,10 @@ class MultiprocExecutor:
         return MultiprocStep(
             self, self._call(ExecuteModel(scheduler_output), {OUTPUT_RANK}, deadline_at, budget_s=budget_s)
         )
+
+    def submit_masks(self, masks: GrammarMasks) -> None:
+        """Send the masks that the step sent last waits for. Blocks and raises as `submit_model`."""
+        self._call(GiveMasks(masks), set(), time.monotonic() + self._config.step_timeout_s)
 
     def collective_rpc(
         self,

@@ -60,10 +60,11 @@ class ReplyLedger:
     def expect(
         self, call_id: int, ranks: set[int], deadline_at: float, *, budget_s: float = 0.0
     ) -> PendingCall:
-        """Await the answers of `ranks` to a new call."""
+        """Await the answers of `ranks` to a new call; of none: it is done at once."""
         assert call_id not in self._calls
         call = PendingCall(call_id=call_id, awaited=ranks, deadline_at=deadline_at, budget_s=budget_s)
-        self._calls[call_id] = call
+        if ranks:
+            self._calls[call_id] = call
         for rank in ranks:
             self._num_owed[rank] += 1
         return call

@@ -1,7 +1,8 @@
 """UniprocExecutor: one rank in the caller's own process.
 
 Called by: tests, and `LLM` in process. Serving never uses it: here a fault of the device takes the engine along.
-Implements the Executor protocol; a step runs when it is submitted, so nothing is ever outstanding.
+Implements the Executor protocol; a step runs when it is submitted, or when its grammar masks are, so nothing is
+ever outstanding.
 """
 
 import logging
@@ -16,7 +17,8 @@ from ..shm.errors import ConfigError
 from ..shm.status_board import Phase, RankStatus
 from .calls import HookDone
 from .hooks import HookOutcome, HookRegistry, check_hook_name, encode_argument, hook_outcome
-from .messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
+from .messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from .model_runner import no_masks
 from .worker import Worker
 from .worker_config import WorkerConfig
 
@@ -25,19 +27,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step whose outcome is there already."""
+@dataclass(slots=True)
+class UniprocStep:
+    """A step that is done, or waits for its grammar masks. Owner: the executor.
 
-    output: ModelRunnerOutput
-    is_done: bool = True
+    output: None until it is done
+    """
+
+    scheduler_output: SchedulerOutput
+    output: ModelRunnerOutput | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True when `result` may be called."""
+        return self.output is not None
 
     def result(self, timeout_s: float | None = None) -> ModelRunnerOutput:
-        """Return the outcome; never blocks."""
+        """Return the outcome; never blocks. To wait for a step that nobody gave its masks is a bug."""
+        assert self.output is not None, "the step waits for its grammar masks"
         return self.output
 
     def cancel(self) -> None:
-        """Nothing: the step is done."""
+        """Nothing: the step is computed all the same."""
 
 
 class UniprocExecutor:
@@ -62,6 +73,7 @@ class UniprocExecutor:
         self._call_id = 0
         self._step = 0
         self._worker: Worker | None = None
+        self._unmasked: UniprocStep | None = None
 
     def start(self) -> ExecutorReport:
         """Load the model and make the KV cache. Raises ConfigError, WorkerError; nothing is left then."""
@@ -85,21 +97,39 @@ class UniprocExecutor:
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step. An error closes the executor: the KV cache can no longer be trusted."""
+        """Compute one step that needs no masks. An error closes the executor: the KV cache can't be trusted."""
+        return self._execute(scheduler_output, no_masks)
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> UniprocStep:
+        """Compute one step now, or when its masks come."""
+        assert self._unmasked is None, "the step before it waits for its grammar masks"
+        step = UniprocStep(scheduler_output)
+        if scheduler_output.needs_masks:
+            self._unmasked = step
+        else:
+            step.output = self._execute(scheduler_output, no_masks)
+        return step
+
+    def submit_masks(self, masks: GrammarMasks) -> None:
+        """Compute the step that waits for these masks."""
+        step, self._unmasked = self._unmasked, None
+        assert step is not None, "no step waits for these masks"
+        assert step.scheduler_output.step == masks.step
+        step.output = self._execute(step.scheduler_output, lambda: masks)
+
+    def _execute(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> ModelRunnerOutput:
         assert self._worker is not None, "the executor is not running"
         self._call_id += 1
         self._step = scheduler_output.step
         try:
-            output = self._worker.execute_model(scheduler_output)
+            output = self._worker.execute_model(scheduler_output, receive_masks)
         except BaseException:
             self.close(reason="a step failed")
             raise
         self._enter(Phase.IDLE)
         return output
-
-    def submit_model(self, scheduler_output: SchedulerOutput) -> FinishedStep:
-        """Compute one step now, and hand its outcome over as if it had been awaited."""
-        return FinishedStep(self.execute_model(scheduler_output))
 
     def collective_rpc(
         self,

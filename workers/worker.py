@@ -19,8 +19,8 @@ from .input_batch import InputBatch
 from .layers.attention import ATTENTION_BACKEND
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
 from .memory_report import DeviceMemory, ModelMemory
-from .messages import ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
-from .model_runner import ModelRunner
+from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .model_runner import ModelRunner, no_masks
 from .models.causal_lm import CausalLM
 from .models.registry import find_model
 from .partition import make_partition
@@ -157,11 +157,16 @@ class Worker:
             )
             self._num_blocks = num_blocks
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step. Any error leaves the KV cache and the peers in doubt: the replica must end."""
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
+    ) -> ModelRunnerOutput:
+        """Compute one step. Any error leaves the KV cache and the peers in doubt: the replica must end.
+
+        receive_masks: see ModelRunner
+        """
         assert self._runner is not None, "initialize_kv_cache() comes first"
         with torch.inference_mode():
-            return self._runner.execute_model(scheduler_output)
+            return self._runner.execute_model(scheduler_output, receive_masks)
 
     def model_memory(self) -> ModelMemory:
         """Say what this rank holds of the model, and what its GPU has left. After `start`."""

@@ -16,12 +16,13 @@ from typing import Protocol, assert_never
 
 from ..shm.channel import CallSequence, Receiver, Sender
 from ..shm.codec import FrameKind
-from ..shm.errors import QueueClosedError
+from ..shm.errors import ProtocolError, QueueClosedError
 from ..shm.exit_codes import ExitCode
 from ..shm.status_board import Phase, StatusSlot
 from .calls import (
     Call,
     ExecuteModel,
+    GiveMasks,
     HookDone,
     InitializeKVCache,
     KVCacheInitialized,
@@ -32,7 +33,7 @@ from .calls import (
 )
 from .hooks import HookRegistry
 from .memory_report import ModelMemory
-from .messages import ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 
 OUTPUT_RANK = 0
 """The tp_rank that answers a step."""
@@ -58,8 +59,13 @@ class WorkerLike(Protocol):
         """Make the KV cache."""
         ...
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step, together with the other ranks."""
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> ModelRunnerOutput:
+        """Compute one step, together with the other ranks.
+
+        receive_masks: to be called once, before the step samples, exactly when it `needs_masks`; blocks
+        """
         ...
 
     def model_memory(self) -> ModelMemory:
@@ -159,6 +165,9 @@ class WorkerLoop:
                 self._clock.set(Phase.REPLYING)
                 self._send(FrameKind.REPLY, header.call_id, reply)
         except Exception as error:
+            if isinstance(error, QueueClosedError) and self._clock.phase is Phase.MASKS:
+                # The executor leaves, and owes nobody the masks of a step that it gives up.
+                raise
             failure = WorkerFailure(
                 tp_rank=self._worker.tp_rank,
                 call_id=header.call_id,
@@ -176,7 +185,12 @@ class WorkerLoop:
     def _run(self, call: Call) -> Reply:
         match call:
             case ExecuteModel():
-                return StepDone(self._worker.execute_model(call.scheduler_output))
+                step = call.scheduler_output.step
+                return StepDone(
+                    self._worker.execute_model(call.scheduler_output, lambda: self._receive_masks(step))
+                )
+            case GiveMasks():
+                raise ProtocolError(f"masks came for step {call.masks.step}, and no step waits for them")
             case InitializeKVCache():
                 self._clock.set(Phase.KV_CACHE)
                 began_at = time.monotonic()
@@ -187,6 +201,16 @@ class WorkerLoop:
                 return HookDone(self._hooks.run(self._worker, call.name, call.argument))
             case _:
                 assert_never(call)
+
+    def _receive_masks(self, step: int) -> GrammarMasks:
+        """Wait for the masks of the step under way. The engine core sends them, or closes the ring, or is gone."""
+        self._clock.set(Phase.MASKS)
+        with self._calls.receive(deadline_at=math.inf) as frame:
+            header, call = frame.header, frame.message
+        self._sequence.accept(header)
+        if not isinstance(call, GiveMasks) or call.masks.step != step:
+            raise ProtocolError(f"call {header.call_id} came when the masks of step {step} were due")
+        return call.masks
 
     def _send(self, kind: FrameKind, call_id: int, message: Reply | WorkerFailure) -> None:
         self._replies.send(kind, call_id, message, deadline_at=time.monotonic() + _REPLY_TIMEOUT_S)

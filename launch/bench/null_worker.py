@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from ...workers.memory_report import ModelMemory
-from ...workers.messages import ModelRunnerOutput, RankReport, SchedulerOutput
+from ...workers.messages import GrammarMasks, ModelRunnerOutput, RankReport, SchedulerOutput
 from ...workers.worker_config import WorkerConfig
 from .decode_load import sample_all
 
@@ -44,7 +44,9 @@ class NullWorker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """There is none."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> ModelRunnerOutput:
         """Answer at once."""
         return sample_all(scheduler_output)
 

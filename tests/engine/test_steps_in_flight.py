@@ -295,7 +295,7 @@ CHOICE = StructuredOutputs(choice=("stands for a grammar",))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_with_a_grammar_steps_aside_until_it_is_ready_and_never_runs_ahead_of_it(depth):
+def test_a_request_with_a_grammar_steps_aside_until_it_is_ready(depth):
     scheduler, kv = make_scheduler()
     scheduler.add_request(
         make_request("a", structured_outputs=CHOICE, eos_token_ids=(1,), max_tokens=9, min_tokens=8)
@@ -314,6 +314,69 @@ def test_a_request_with_a_grammar_steps_aside_until_it_is_ready_and_never_runs_a
     assert [token_id % 2 for token_id in tokens] == [0, 0, 0, 1]
     assert outputs[-1].finish_reason is FinishReason.STOP
     assert kv.usage == 0.0
+
+
+def test_the_step_of_a_grammar_is_submitted_before_the_token_that_its_mask_needs():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("a", structured_outputs=CHOICE, eos_token_ids=(1,), max_tokens=9))
+    scheduler.set_matcher("a", matcher := EvenOnly())
+    pipeline = Pipeline(scheduler, FakeModelRunner(), depth=2)
+
+    pipeline.submit()
+
+    assert [scheduled.needs_masks for scheduled, _ in pipeline.in_flight] == [True, True]
+    assert pipeline.in_flight[0][1] is not None, "nothing is awaited for the first mask"
+    assert pipeline.in_flight[1][1] is None
+    [output] = pipeline.take()
+    assert matcher.taken == output.new_token_ids
+    assert pipeline.in_flight[0][1] is not None
+
+
+def test_a_step_whose_constrained_requests_have_all_ended_gets_its_empty_masks():
+    scheduler, kv = make_scheduler()
+    scheduler.add_request(make_request("a", structured_outputs=CHOICE, eos_token_ids=(1,), max_tokens=9))
+    scheduler.set_matcher("a", EvenOnly())
+    pipeline = Pipeline(scheduler, FakeModelRunner(), depth=2)
+    pipeline.submit()
+
+    scheduler.abort_requests(["a"])
+    pipeline.take()
+
+    assert scheduler.fill_grammar_masks().request_ids == []
+    assert pipeline.take() == []
+    assert kv.usage == 0.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7), st.booleans()), min_size=1, max_size=6),
+    num_blocks=st.integers(6, 12),
+    chunk=st.integers(4, 20),
+)
+def test_outputs_with_grammars_are_the_same_with_one_step_in_flight_and_with_two(lengths, num_blocks, chunk):
+    tokens = []
+    for depth in (1, 2):
+        scheduler, kv = make_scheduler(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=chunk)
+        matchers = {}
+        for number, (num_prompt_tokens, max_tokens, is_constrained) in enumerate(lengths):
+            request_id = f"r{number}"
+            scheduler.add_request(
+                make_request(
+                    request_id,
+                    num_prompt_tokens=num_prompt_tokens,
+                    max_tokens=max_tokens,
+                    eos_token_ids=(1,),
+                    structured_outputs=CHOICE if is_constrained else None,
+                )
+            )
+            if is_constrained:
+                matchers[request_id] = EvenOnly()
+                scheduler.set_matcher(request_id, matchers[request_id])
+        tokens.append(collect_tokens(run_to_end(scheduler, FakeModelRunner(), depth=depth)))
+        assert kv.num_free_blocks == num_blocks - 1
+        for request_id, matcher in matchers.items():
+            assert tokens[-1][request_id] == matcher.taken
+    assert tokens[0] == tokens[1]
 
 
 def test_an_attempt_that_goes_on_has_moved_its_grammar_along():

@@ -14,6 +14,7 @@ import pytest
 from phalanx.shm.errors import (
     CallCancelledError,
     ConfigError,
+    ProcessDiedError,
     ProcessError,
     ProcessHungError,
     QueueTimeoutError,
@@ -26,7 +27,7 @@ from phalanx.workers.config import ExecutorConfig
 from phalanx.workers.memory_report import RankMemory
 from phalanx.workers.multiproc_executor import MultiprocExecutor
 from support.children import is_gone, wait_until
-from support.echo_worker import ECHO_WORKER, START, Fault, echo_configs, echo_step
+from support.echo_worker import ECHO_WORKER, START, Fault, echo_configs, echo_masks, echo_step
 from support.hooks import Fraction, Quotient
 
 
@@ -114,6 +115,42 @@ def test_a_step_behind_others_does_not_pay_for_their_time(start_executor: StartE
 
     # Each naps 0.3 s: the last one is 1.5 s away.
     assert steps[-1].result().step == 5
+
+
+def test_all_ranks_take_in_the_masks_of_a_step_that_was_sent_before_them(
+    start_executor: StartExecutor,
+) -> None:
+    executor = start_executor()
+    for number in range(1, 40, 3):
+        plain = executor.submit_model(echo_step(number))
+        masked = executor.submit_model(echo_step(number + 1, needs_masks=True))
+        assert plain.result().sampled_token_ids == [number]
+        assert not masked.is_done
+        executor.submit_masks(echo_masks(number + 1, 77))
+        behind = executor.submit_model(echo_step(number + 2))
+        assert masked.result().sampled_token_ids == [77]
+        assert behind.result().step == number + 2
+    assert [one.error for one in executor.collective_rpc("memory_report")] == [None, None]
+
+
+def test_a_death_while_the_ranks_wait_for_masks_ends_the_replica(start_executor: StartExecutor) -> None:
+    executor = start_executor()
+    step = executor.submit_model(echo_step(1, needs_masks=True))
+    wait_until(lambda: all(status.phase is Phase.MASKS for status in executor.phases), timeout_s=20)
+    os.kill(executor.pids[1], signal.SIGKILL)
+
+    with pytest.raises(ProcessDiedError, match="tp1"):
+        step.result()
+
+
+def test_a_stop_while_the_ranks_wait_for_masks_is_a_clean_end(start_executor: StartExecutor) -> None:
+    executor = start_executor()
+    executor.submit_model(echo_step(1, needs_masks=True))
+    wait_until(lambda: all(status.phase is Phase.MASKS for status in executor.phases), timeout_s=20)
+
+    executor.close(reason="test")
+
+    assert executor.failure is None
 
 
 # Hooks -----------------------------------------------------------------------------------------------------------

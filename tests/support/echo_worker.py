@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.workers.config import CacheConfig, ModelConfig, ParallelConfig
 from phalanx.workers.executor import make_worker_configs
 from phalanx.workers.memory_report import ModelMemory
-from phalanx.workers.messages import ModelRunnerOutput, RankReport, SchedulerOutput
+from phalanx.workers.messages import GrammarMasks, ModelRunnerOutput, RankReport, SchedulerOutput
 from phalanx.workers.worker_config import WorkerConfig
 from support.children import wait_until
 
@@ -43,7 +43,7 @@ class Fault:
 
 
 class EchoWorker:
-    """Samples token `step` for every request."""
+    """Samples token `step` for every request; for one with a grammar, the first byte of its masks instead."""
 
     def __init__(self, config: WorkerConfig, on_phase: Callable[[str], None]) -> None:
         self._config = config
@@ -77,15 +77,20 @@ class EchoWorker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         self._meet_faults(KV_CACHE)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> ModelRunnerOutput:
         self._on_phase("forward")
         if self._meet_faults(scheduler_output.step):
             return ModelRunnerOutput(step=1 << 80, request_ids=[], sampled_token_ids=[])
         request_ids = list(scheduler_output.num_scheduled_tokens)
+        sampled = dict.fromkeys(request_ids, scheduler_output.step)
+        if scheduler_output.needs_masks:
+            masks = receive_masks()
+            sampled.update(dict.fromkeys(masks.request_ids, masks.bits[0]))
+            self._on_phase("sampling")
         return ModelRunnerOutput(
-            step=scheduler_output.step,
-            request_ids=request_ids,
-            sampled_token_ids=[scheduler_output.step] * len(request_ids),
+            step=scheduler_output.step, request_ids=request_ids, sampled_token_ids=list(sampled.values())
         )
 
     def model_memory(self) -> ModelMemory:
@@ -161,7 +166,7 @@ def echo_configs(folder: Path, num_ranks: int, faults: Sequence[Fault] = ()) -> 
     )
 
 
-def echo_step(step: int, num_requests: int = 1) -> SchedulerOutput:
+def echo_step(step: int, num_requests: int = 1, *, needs_masks: bool = False) -> SchedulerOutput:
     """Return a step of `num_requests` requests with one token each."""
     return SchedulerOutput(
         step=step,
@@ -169,4 +174,10 @@ def echo_step(step: int, num_requests: int = 1) -> SchedulerOutput:
         num_scheduled_tokens={f"request-{index}": 1 for index in range(num_requests)},
         num_computed_tokens=[step] * num_requests,
         removed_request_ids=[],
+        needs_masks=needs_masks,
     )
+
+
+def echo_masks(step: int, token_id: int) -> GrammarMasks:
+    """Return masks that make the first request of a step sample `token_id`."""
+    return GrammarMasks(step=step, request_ids=["request-0"], bits=bytes([token_id]))

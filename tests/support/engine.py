@@ -14,6 +14,7 @@ from phalanx.engine.scheduler import Scheduler
 from phalanx.workers.config import CacheConfig, ModelConfig
 from phalanx.workers.messages import (
     ExecutorReport,
+    GrammarMasks,
     ModelRunnerOutput,
     PhaseTime,
     RankReport,
@@ -134,7 +135,8 @@ class FakeModelRunner:
         self.num_computed: dict[str, int] = {}
         self.cells: dict[tuple[int, int], int] = {}
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, scheduled: SchedulerOutput, given: GrammarMasks | None = None) -> ModelRunnerOutput:
+        assert (given is not None) == scheduled.needs_masks
         for request_id in scheduled.removed_request_ids:
             del self.rows[request_id]
             del self.num_computed[request_id]
@@ -157,12 +159,11 @@ class FakeModelRunner:
             for position in range(first, first + count):
                 self.cells[self._cell(block_ids, position)] = token_ids[position]
         masks = {}
-        if scheduled.grammar_masks is not None:
-            words = np.frombuffer(scheduled.grammar_masks.bits, dtype=np.uint8)
-            rows = np.unpackbits(
-                words.reshape(len(scheduled.grammar_masks.request_ids), -1), axis=1, bitorder="little"
-            )
-            masks = dict(zip(scheduled.grammar_masks.request_ids, rows, strict=True))
+        if given is not None and given.request_ids:
+            assert given.step == scheduled.step
+            words = np.frombuffer(given.bits, dtype=np.uint8)
+            rows = np.unpackbits(words.reshape(len(given.request_ids), -1), axis=1, bitorder="little")
+            masks = dict(zip(given.request_ids, rows, strict=True))
         request_ids, sampled = [], []
         for request_id, count in scheduled.num_scheduled_tokens.items():
             token_ids, block_ids = self.rows[request_id]
@@ -204,13 +205,17 @@ def simulate(
 
 
 class Pipeline:
-    """Steps in flight without threads: a step is computed when it is submitted, and its result is held back."""
+    """Steps in flight without threads: a step is computed when all it needs is there, and its result is held back.
+
+    num_ahead: steps that were submitted before their masks could be known
+    """
 
     def __init__(self, scheduler: Scheduler, runner: FakeModelRunner, *, depth: int = 1) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.depth = depth
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.num_ahead = 0
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self.steps: list[SchedulerOutput] = []
 
     def submit(self) -> None:
@@ -221,13 +226,30 @@ class Pipeline:
             if scheduled is None:
                 return
             self.steps.append(scheduled)
-            self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+            assert all(result is not None for _, result in self.in_flight)
+            self.in_flight.append((scheduled, None))
+            if not scheduled.needs_masks:
+                self.in_flight[-1] = (scheduled, self.runner.execute(scheduled))
+            self.num_ahead += scheduled.needs_masks and len(self.in_flight) > 1
+            self._give_masks()
 
     def take(self) -> list[EngineCoreOutput]:
         """Take over the oldest result."""
-        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        scheduled, result = self.in_flight.popleft()
+        assert result is not None
+        outputs = self.scheduler.update_from_output(scheduled, result)
         self.scheduler.check_invariants()
+        self._give_masks()
         return outputs
+
+    def _give_masks(self) -> None:
+        """Compute the oldest step, once it is that, if it needs masks."""
+        if self.in_flight and self.in_flight[0][1] is None:
+            scheduled = self.in_flight[0][0]
+            self.in_flight[0] = (
+                scheduled,
+                self.runner.execute(scheduled, self.scheduler.fill_grammar_masks()),
+            )
 
 
 def run_to_end(

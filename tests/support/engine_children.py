@@ -8,7 +8,7 @@ from phalanx.engine.core_proc import run_engine_core
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ProcessDiedError, ProcessError
 from phalanx.shm.status_board import RankStatus
-from phalanx.workers.messages import ExecutorReport, ModelRunnerOutput, SchedulerOutput
+from phalanx.workers.messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from support.engine import FakeModelRunner, make_report
 
 POISON_STEP = 41
@@ -34,12 +34,15 @@ class FakeExecutor:
         self._on_failure = on_failure
         self.close_reason: str | None = None
         self.num_steps = 0
+        self._unmasked: FakeStep | None = None
 
     def start(self) -> ExecutorReport:
         self._on_phase(0, "weights")
         return self._report
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, masks: GrammarMasks | None = None
+    ) -> ModelRunnerOutput:
         self.num_steps += 1
         first_tokens = {new.token_ids[0] for new in scheduler_output.new_requests}
         error = ProcessDiedError("dp0 tp1", rank=1, exitcode=-9)
@@ -47,10 +50,22 @@ class FakeExecutor:
             raise error
         if POISON_IDLE in first_tokens:
             threading.Thread(target=self._on_failure, args=(error,)).start()
-        return self._runner.execute(scheduler_output)
+        return self._runner.execute(scheduler_output, masks)
 
-    def submit_model(self, scheduler_output: SchedulerOutput) -> "FinishedStep":
-        return FinishedStep(self.execute_model(scheduler_output))
+    def submit_model(self, scheduler_output: SchedulerOutput) -> "FakeStep":
+        assert self._unmasked is None, "the step before it waits for its masks"
+        step = FakeStep(scheduler_output)
+        if scheduler_output.needs_masks:
+            self._unmasked = step
+        else:
+            step.output = self.execute_model(scheduler_output)
+        return step
+
+    def submit_masks(self, masks: GrammarMasks) -> None:
+        step, self._unmasked = self._unmasked, None
+        assert step is not None
+        assert step.scheduler_output.step == masks.step
+        step.output = self.execute_model(step.scheduler_output, masks)
 
     @property
     def phases(self) -> Sequence[RankStatus]:
@@ -60,12 +75,14 @@ class FakeExecutor:
         self.close_reason = reason
 
 
-class FinishedStep:
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
+class FakeStep:
+    def __init__(self, scheduler_output: SchedulerOutput) -> None:
+        self.scheduler_output = scheduler_output
+        self.output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        return self._output
+        assert self.output is not None, "the step waits for its masks"
+        return self.output
 
 
 class FailingExecutor(FakeExecutor):

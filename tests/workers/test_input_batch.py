@@ -146,7 +146,7 @@ def masks(**allowed: list[int]) -> GrammarMasks:
     for row, token_ids in zip(words, allowed.values(), strict=True):
         for token_id in token_ids:
             row[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return GrammarMasks(request_ids=list(allowed), bits=words.tobytes())
+    return GrammarMasks(step=1, request_ids=list(allowed), bits=words.tobytes())
 
 
 def test_masks_find_their_rows_by_name_and_chunks_have_none() -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from torch import bfloat16
 
@@ -10,7 +12,7 @@ from phalanx.shm.status_board import Phase
 from phalanx.workers.config import CacheConfig, LoadFormat, ModelConfig, ParallelConfig
 from phalanx.workers.errors import DeviceMemoryError
 from phalanx.workers.memory import KVCacheShape, count_kv_blocks
-from phalanx.workers.messages import NewRequest, SchedulerOutput
+from phalanx.workers.messages import GrammarMasks, NewRequest, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.uniproc_executor import UniprocExecutor
 from phalanx.workers.worker_config import WorkerConfig
@@ -132,6 +134,21 @@ def test_the_executor_in_process_runs_steps(folder: Path) -> None:
     assert pending.result().step == 9
     assert (executor.phases[0].phase, executor.phases[0].step) == (Phase.IDLE, 9)
     executor.close(reason="test")
+    executor.close(reason="test")
+
+
+def test_in_process_a_step_with_a_grammar_is_computed_when_its_masks_come(folder: Path) -> None:
+    executor = UniprocExecutor(make_config(folder))
+    executor.start()
+    only = np.zeros(384 // 32, dtype=np.uint32)
+    only[123 // 32] = 1 << 123 % 32
+    step = executor.submit_model(msgspec.structs.replace(one_step([5, 6, 7]), needs_masks=True))
+    assert not step.is_done
+
+    executor.submit_masks(GrammarMasks(step=1, request_ids=["a"], bits=only.tobytes()))
+
+    assert step.is_done
+    assert step.result().sampled_token_ids == [123]
     executor.close(reason="test")
 
 

@@ -18,6 +18,7 @@ from phalanx.shm.status_board import Phase, StatusBoard
 from phalanx.workers.calls import (
     Call,
     ExecuteModel,
+    GiveMasks,
     HookDone,
     InitializeKVCache,
     KVCacheInitialized,
@@ -29,7 +30,7 @@ from phalanx.workers.calls import (
 from phalanx.workers.hooks import HookRegistry, encode_argument
 from phalanx.workers.memory_report import RankMemory
 from phalanx.workers.worker_loop import PhaseClock, WorkerLoop
-from support.echo_worker import EchoWorker, Fault, echo_configs, echo_step
+from support.echo_worker import EchoWorker, Fault, echo_configs, echo_masks, echo_step
 
 MEMORY_REPORT = RunHook("memory_report", encode_argument(None))
 
@@ -125,6 +126,45 @@ def test_other_ranks_answer_all_but_steps(make_harness: MakeHarness) -> None:
     assert [call_id for call_id, _ in harness.take_answers()] == [1, 3]
     status = harness.board.read(0)
     assert (status.phase, status.call_id, status.step) == (Phase.STOPPING, 3, 9)
+
+
+def test_a_step_waits_for_its_masks_which_nobody_answers(make_harness: MakeHarness) -> None:
+    harness = make_harness(0)
+
+    code = harness.serve(
+        ExecuteModel(echo_step(1, needs_masks=True)), GiveMasks(echo_masks(1, 77)), ExecuteModel(echo_step(2))
+    )
+
+    assert code == ExitCode.OK
+    answers = [(call_id, reply.output.sampled_token_ids) for call_id, reply in harness.take_answers()]  # type: ignore[union-attr]
+    assert answers == [(1, [77]), (3, [2])]
+
+
+def test_a_rank_that_waits_for_masks_leaves_when_the_executor_does(make_harness: MakeHarness) -> None:
+    harness = make_harness(1)
+
+    assert harness.serve(ExecuteModel(echo_step(1, needs_masks=True))) == ExitCode.OK
+    assert not harness.failures
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (ExecuteModel(echo_step(1, needs_masks=True)), ExecuteModel(echo_step(2))),
+        (ExecuteModel(echo_step(1, needs_masks=True)), GiveMasks(echo_masks(2, 77))),
+        (ExecuteModel(echo_step(1)), GiveMasks(echo_masks(1, 77))),
+    ],
+    ids=["a step instead", "another step's", "unasked"],
+)
+def test_masks_that_are_missing_or_do_not_belong_to_the_step_end_the_replica(
+    make_harness: MakeHarness, calls: tuple[Call, ...]
+) -> None:
+    harness = make_harness(1)
+
+    harness.serve(*calls)
+
+    [failure] = harness.failures
+    assert "ProtocolError" in failure.error
 
 
 def test_a_step_that_fails_is_told_by_any_rank_and_is_the_last(make_harness: MakeHarness) -> None:
