@@ -23,6 +23,8 @@ class SchedulerConfig:
     """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
     kv_events: bool = False
     """Keep a log of what the prefix cache holds, for front ends that follow it. Costs microseconds a block."""
+    grammar_compile_timeout_s: float = 30.0
+    """A request whose grammar is not compiled by then is refused; others go on. It takes milliseconds as a rule."""
     max_overtakes: int = 64
     """How many requests of a better priority may be admitted before the oldest waiting one. 0: strict order of
     arrival."""
@@ -42,6 +44,11 @@ class SchedulerConfig:
         if not 0.0 < self.long_prefill_share <= 1.0:
             raise ConfigError(
                 "scheduler.long_prefill_share", f"must be in (0, 1], not {self.long_prefill_share}"
+            )
+        if not self.grammar_compile_timeout_s > 0.0:
+            raise ConfigError(
+                "scheduler.grammar_compile_timeout_s",
+                f"must be positive, not {self.grammar_compile_timeout_s}",
             )
         if self.max_overtakes < 0:
             raise ConfigError("scheduler.max_overtakes", f"must not be negative, not {self.max_overtakes}")

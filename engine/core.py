@@ -25,7 +25,7 @@ from ..workers.hooks import HookOutcome
 from ..workers.messages import ExecutorReport, SchedulerOutput
 from .config import EngineConfig
 from .grammar.backend import GrammarCompiler
-from .grammar.compiler_pool import CompilerPool
+from .grammar.compiler_pool import Compiled, CompilerPool
 from .grammar.llguidance_backend import LLGuidanceCompiler
 from .kv_cache_manager import KVCacheManager
 from .kv_events import KVEventBatch, KVEventLog
@@ -86,7 +86,9 @@ class EngineCore:
         if compiler is None:
             path = config.model.path
             compiler = LLGuidanceCompiler(lambda: load_tokenizer(path), vocab_size=report.vocab_size)
-        self._compilers = CompilerPool(compiler, on_grammar)
+        self._compilers = CompilerPool(
+            compiler, on_grammar, timeout_s=config.scheduler.grammar_compile_timeout_s, clock=clock
+        )
         self._max_steps_in_flight = config.scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.report = msgspec.structs.replace(report, max_model_len=self._scheduler.max_model_len)
@@ -107,13 +109,14 @@ class EngineCore:
         """True while `step` has something to compute or to hand over. Who waits for a grammar does not count."""
         if self._pending or self._in_flight or self._scheduler.num_open_requests > 0:
             return True
-        deadline_at = self._scheduler.next_deadline_at
+        deadline_at = self.next_deadline_at
         return deadline_at is not None and deadline_at <= self._clock()
 
     @property
     def next_deadline_at(self) -> float | None:
-        """When `step` has to end a request because of its deadline, at the earliest."""
-        return self._scheduler.next_deadline_at
+        """When `step` has to end a request because its time, or that of its grammar, is up, at the earliest."""
+        instants = (self._scheduler.next_deadline_at, self._compilers.next_late_at)
+        return min((instant for instant in instants if instant is not None), default=None)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -200,13 +203,20 @@ class EngineCore:
 
         To be called after `on_grammar`, or instead of it.
         """
-        for compiled in self._compilers.take(timeout_s):
+        self._resolve(self._compilers.take(timeout_s))
+
+    def _resolve(self, outcomes: Iterable[Compiled]) -> None:
+        """Give requests their grammars, or end them. Those that are gone by now are skipped."""
+        for compiled in outcomes:
             request = self._scheduler.get_request(compiled.request_id)
             if request is None or request.attempt != compiled.attempt:
                 continue
             if compiled.grammar is None:
                 assert compiled.error is not None
-                self._give([self._scheduler.refuse_request(compiled.request_id, compiled.error)])
+                refused = self._scheduler.refuse_request(
+                    compiled.request_id, compiled.error, is_full=compiled.is_overload
+                )
+                self._give([refused])
                 continue
             matcher = compiled.grammar.new_matcher(request.end_token_ids)
             output = self._scheduler.set_matcher(compiled.request_id, matcher)
@@ -229,10 +239,11 @@ class EngineCore:
             self._executor.submit_masks(self._scheduler.fill_grammar_masks())
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed."""
-        deadline_at = self._scheduler.next_deadline_at
+        """End requests whose deadline has passed, and those whose grammar takes too long."""
+        deadline_at = self.next_deadline_at
         if deadline_at is not None and (now := self._clock()) >= deadline_at:
             self._give(self._scheduler.expire(now))
+            self._resolve(self._compilers.give_up_late(now))
 
     def _give(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Put outputs where their clients get them from the next `step`."""

@@ -157,11 +157,11 @@ class Scheduler:
             return make_output(request, stop=stop)
         return None
 
-    def refuse_request(self, request_id: str, error: str) -> EngineCoreOutput:
-        """End an unfinished request whose parameters turned out to be wrong. Returns its last output."""
+    def refuse_request(self, request_id: str, error: str, *, is_full: bool = False) -> EngineCoreOutput:
+        """End an unfinished request that turned out to be wrong, or one too many. Returns its last output."""
         request = self._requests[request_id]
         self._finish(request)
-        return refuse(request.core_request, error)
+        return refuse(request.core_request, error, is_full=is_full)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests, at whatever stage they are. Unknown ids are ignored."""

@@ -244,3 +244,38 @@ def test_an_idle_core_with_a_grammar_under_way_does_not_spin_and_is_rung():
     assert refused.error == "no such form"
     assert core.num_unfinished_requests == 0
     core.close(reason="done")
+
+
+def test_a_grammar_that_is_not_compiled_in_time_ends_its_request():
+    class StuckCompiler:
+        def __init__(self):
+            self.began, self.release = threading.Event(), threading.Event()
+
+        def compile(self, spec):
+            self.began.set()
+            assert self.release.wait(20)
+            return spec
+
+    compiler, now = StuckCompiler(), [100.0]
+    executor = FakeExecutor()
+    core = EngineCore(
+        make_engine_config(grammar_compile_timeout_s=3),
+        executor,
+        executor.start(),
+        compiler=compiler,
+        clock=lambda: now[0],
+    )
+    core.add_request(make_request("a", structured_outputs=StructuredOutputs(regex="x")))
+    assert compiler.began.wait(10)
+    assert core.next_deadline_at == 103.0
+    assert not core.has_work
+    now[0] = 103.0
+    assert core.has_work
+
+    (refused,) = run(core)[0]
+
+    assert refused.is_invalid
+    assert "structured_outputs" in refused.error
+    assert core.num_unfinished_requests == 0
+    compiler.release.set()
+    core.close(reason="done")

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import threading
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.engine.grammar.backend import GrammarError
-from phalanx.engine.grammar.compiler_pool import CompilerPool
+from phalanx.engine.grammar.compiler_pool import MAX_STUCK_THREADS, NUM_THREADS, CompilerPool
 from phalanx.engine.grammar.llguidance_backend import LLGuidanceCompiler, check_spec
 from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.workers.sampling_params import SamplingParamsError, StructuredOutputs
@@ -207,7 +209,7 @@ class OddCompiler:
 
 def test_a_compilation_that_fails_is_that_requests_affair_alone():
     rung = []
-    pool = CompilerPool(OddCompiler(), lambda: rung.append(1))
+    pool = CompilerPool(OddCompiler(), lambda: rung.append(1), timeout_s=60.0)
     for name in ("refused", "crash", "fine"):
         pool.submit(name, 3, StructuredOutputs(regex=name))
     done = {}
@@ -220,4 +222,71 @@ def test_a_compilation_that_fails_is_that_requests_affair_alone():
     assert done["fine"].error is None
     assert {compiled.attempt for compiled in done.values()} == {3}
     assert len(rung) == 3
+    pool.close()
+
+
+class StuckCompiler:
+    """Compiles "stuck" for ever, until it is released."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.began = SimpleQueue()
+
+    def compile(self, spec):
+        if spec.regex == "stuck":
+            self.began.put(1)
+            assert self.release.wait(20)
+        return spec
+
+
+def take_one(pool):
+    (compiled,) = pool.take(10.0)
+    return compiled
+
+
+def test_compilations_without_end_are_given_up_and_hold_up_nobody():
+    now = 0.0
+    compiler = StuckCompiler()
+    pool = CompilerPool(compiler, lambda: None, timeout_s=5.0, clock=lambda: now)
+    assert pool.next_late_at is None
+    for number in range(NUM_THREADS):
+        pool.submit(f"stuck{number}", 0, StructuredOutputs(regex="stuck"))
+        compiler.began.get(timeout=10)
+    now = 1.0
+    pool.submit("in line", 0, StructuredOutputs(regex="fine"))
+    assert pool.next_late_at == 5.0
+    assert pool.give_up_late(4.9) == []
+
+    late = pool.give_up_late(5.0)
+
+    assert [one.request_id for one in late] == ["stuck0", "stuck1"]
+    assert all("structured_outputs" in one.error and not one.is_overload for one in late)
+    assert take_one(pool).request_id == "in line"
+    assert pool.next_late_at is None
+    compiler.release.set()
+    pool.submit("later", 0, StructuredOutputs(regex="fine"))
+    assert take_one(pool).request_id == "later", "what was given up is never told"
+    pool.close()
+
+
+def test_when_all_threads_are_stuck_those_in_line_may_come_again_and_the_pool_recovers():
+    now = 0.0
+    compiler = StuckCompiler()
+    pool = CompilerPool(compiler, lambda: None, timeout_s=5.0, clock=lambda: now)
+    num_threads = NUM_THREADS + MAX_STUCK_THREADS
+    for number in range(num_threads):
+        pool.submit(f"r{number}", 0, StructuredOutputs(regex="stuck"))
+        compiler.began.get(timeout=10)
+        now += 5.0
+        (late,) = pool.give_up_late(now)
+        assert not late.is_overload
+    pool.submit("one too many", 0, StructuredOutputs(regex="fine"))
+    now += 5.0
+
+    (late,) = pool.give_up_late(now)
+
+    assert late.is_overload
+    compiler.release.set()
+    pool.submit("after all", 0, StructuredOutputs(regex="fine"))
+    assert take_one(pool).request_id == "after all"
     pool.close()
