@@ -17,10 +17,9 @@ import zmq
 import zmq.asyncio
 
 from ..engine.core_client import CoreSockets
-from ..engine.errors import ReplicaLostError
+from ..engine.errors import PoisonousRequestError, ReplicaLostError
 from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats
 from ..shm.sockets import connect_sub
-from .errors import PoisonousRequestError
 from .load_balancer import LeastLoadedBalancer
 from .messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaInfo, ReplicaState
 from .replay import ReplayLog, ReplayStats

@@ -9,10 +9,3 @@ class NoReplicaError(RequestError):
     def __init__(self, retry_after_s: float = 1.0) -> None:
         super().__init__("no replica is ready to serve")
         self.retry_after_s = retry_after_s
-
-
-class PoisonousRequestError(RequestError):
-    """An equal request has killed two replicas in a row; it is not tried again."""
-
-    def __init__(self) -> None:
-        super().__init__("an equal request has killed two replicas in a row; it will not be tried again")

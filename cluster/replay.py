@@ -193,9 +193,11 @@ class ReplayLog:
         self._blamed[_fingerprint(self._entries[request_id].request)] = None
         while len(self._blamed) > MAX_FINGERPRINTS:
             self._blamed.popitem(last=False)
-        return self._end(request_id, "two replicas in a row were lost as soon as they began it")
+        return self._end(
+            request_id, "two replicas in a row were lost as soon as they began it", is_poisonous=True
+        )
 
-    def _end(self, request_id: str, reason: str) -> EngineCoreOutput:
+    def _end(self, request_id: str, reason: str, *, is_poisonous: bool = False) -> EngineCoreOutput:
         entry = self._entries[request_id]
         self.forget(request_id)
         return EngineCoreOutput(
@@ -203,6 +205,7 @@ class ReplayLog:
             attempt=entry.request.attempt,
             finish_reason=FinishReason.ERROR,
             error=reason,
+            is_poisonous=is_poisonous,
         )
 
 

@@ -37,3 +37,10 @@ class ReplicaLostError(RequestError):
 
 class RequestTimeoutError(RequestError):
     """The request's deadline has passed."""
+
+
+class PoisonousRequestError(RequestError):
+    """An equal request has killed two replicas in a row; it is not tried again."""
+
+    def __init__(self) -> None:
+        super().__init__("an equal request has killed two replicas in a row; it will not be tried again")

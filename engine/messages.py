@@ -104,6 +104,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     stop_reason:       the stop token that ended it, when it was one of the client's
     num_cached_tokens: prompt tokens found in the prefix cache at first admission; sent with the first output
     error:             one sentence, with finish_reason ERROR
+    is_poisonous:      the request killed two replicas in a row, and is not tried again
     is_invalid:        the request itself is at fault; otherwise an error is that of the replica, and the request
                        may be tried again
     retry_after_s:     set when the request was refused because the queue is full
@@ -117,6 +118,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     num_cached_tokens: int = 0
     error: str | None = None
     is_invalid: bool = False
+    is_poisonous: bool = False
     retry_after_s: float | None = None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from .detokenizer import Detokenizer
 from .errors import (
     InvalidRequestError,
+    PoisonousRequestError,
     QueueFullError,
     ReplicaLostError,
     RequestAbortedError,
@@ -296,6 +297,8 @@ def _to_error(core_output: EngineCoreOutput) -> RequestError:
         return RequestTimeoutError("the request was not finished in the time that it was given")
     if core_output.retry_after_s is not None:
         return QueueFullError(core_output.retry_after_s)
+    if core_output.is_poisonous:
+        return PoisonousRequestError()
     if core_output.is_invalid:
         return InvalidRequestError(message)
     return ReplicaLostError(message)

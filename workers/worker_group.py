@@ -306,7 +306,7 @@ def _environment(num_threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # Some 10 us instead of milliseconds: an idle compute thread would else burn a core that others need.
-        "GOMP_SPINCOUNT": "1000",
+        "GOMP_SPINCOUNT": "10000",
         # The ranks of a replica are on one host; gloo would else look up the host's name.
         "GLOO_SOCKET_IFNAME": "lo",
     }

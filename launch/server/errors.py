@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ...cluster.errors import NoReplicaError
 from ...engine.errors import (
     InvalidRequestError,
+    PoisonousRequestError,
     QueueFullError,
     ReplicaLostError,
     RequestAbortedError,
@@ -90,6 +91,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case NoReplicaError():
             return ApiError(503, str(error), code="no_replica", retry_after_s=error.retry_after_s)
+        case PoisonousRequestError():
+            return ApiError(500, str(error), code="poisonous_request")
         case ReplicaLostError():
             return ApiError(503, str(error), code="replica_lost", retry_after_s=RETRY_SOON_S)
         case RequestTimeoutError():

@@ -117,6 +117,7 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_blamed_and_remembered(log
     (error,) = lose_and_replay(log, 0)
 
     assert error.finish_reason is FinishReason.ERROR
+    assert error.is_poisonous
     assert log.is_blamed(make_request("later"))
     assert log.is_blamed(msgspec.structs.replace(make_request("later"), seed=8))
     assert not log.is_blamed(make_request("other", prompt=(1, 2, 4)))
