@@ -37,7 +37,9 @@ def open_device(parallel: ParallelConfig, device_index: int) -> DeviceInfo:
         cores = len(os.sched_getaffinity(0))
         num_threads = parallel.num_threads or max(1, cores // parallel.tensor_parallel_size)
         torch.set_num_threads(num_threads)
-        return DeviceInfo(device=torch.device("cpu"), name="cpu", num_threads=num_threads)
+        return DeviceInfo(
+            device=torch.device("cpu"), name=torch.backends.cpu.get_cpu_capability(), num_threads=num_threads
+        )
     index = 0 if parallel.share_device else device_index
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ConfigError("parallel.device", f"there is no CUDA device {index} on this host")
