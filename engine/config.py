@@ -23,6 +23,11 @@ class SchedulerConfig:
     """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
     kv_events: bool = False
     """Keep a log of what the prefix cache holds, for front ends that follow it. Costs microseconds a block."""
+    kv_events_address: str | None = None
+    """Where each engine core publishes these events to listeners outside (ZMQ PUB): "tcp://*:55{dp_rank}0" or an ipc://
+    address; {dp_rank} stands for the replica's number. See engine/kv_event_publisher.py. None: nowhere."""
+    kv_events_replay_address: str | None = None
+    """Where listeners ask for events that they have missed (ZMQ ROUTER), likewise. None: they cannot."""
     grammar_compile_timeout_s: float = 30.0
     """A request whose grammar is not compiled by then is refused; others go on. It takes milliseconds as a rule."""
     max_overtakes: int = 64
@@ -45,6 +50,10 @@ class SchedulerConfig:
             raise ConfigError(
                 "scheduler.long_prefill_share", f"must be in (0, 1], not {self.long_prefill_share}"
             )
+        if self.kv_events_address is not None and not self.kv_events:
+            raise ConfigError("scheduler.kv_events_address", "needs scheduler.kv_events")
+        if self.kv_events_replay_address is not None and self.kv_events_address is None:
+            raise ConfigError("scheduler.kv_events_replay_address", "needs scheduler.kv_events_address")
         if not self.grammar_compile_timeout_s > 0.0:
             raise ConfigError(
                 "scheduler.grammar_compile_timeout_s",

@@ -37,6 +37,7 @@ from .core_io import (
     InboxItem,
     StopRequested,
 )
+from .kv_event_publisher import KVEventPublisher, ReplayAsked
 from .messages import (
     AbortRequests,
     ClientHello,
@@ -82,6 +83,7 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
 
     core_input = CoreInput(args.input_address, inbox)
     core_output = CoreOutput(args.stats_address, inbox)
+    publisher = _make_publisher(args, inbox)
     executor = make_executor(args, on_phase, on_failure)
     reason = "start failed"
     try:
@@ -96,11 +98,16 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
         )
         core_input.start()
         core_output.start()
+        if publisher is not None:
+            publisher.start()
         context.on_stop(lambda: inbox.put(StopRequested()))
         context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
         reason = "failed"
         log.info("engine core ready dp_rank=%d kv_blocks=%d", args.dp_rank, core.report.num_kv_blocks)
-        EngineCoreLoop(core, inbox, core_input, core_output, dp_rank=args.dp_rank, epoch=args.epoch).run()
+        loop = EngineCoreLoop(
+            core, inbox, core_input, core_output, publisher, dp_rank=args.dp_rank, epoch=args.epoch
+        )
+        loop.run()
         reason = "stop requested"
         return ExitCode.OK
     except ProcessError as error:
@@ -114,6 +121,8 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
     finally:
         core_input.close()
         core_output.close()
+        if publisher is not None:
+            publisher.close()
         executor.close(reason=reason)
 
 
@@ -126,6 +135,7 @@ class EngineCoreLoop:
         inbox: Inbox,
         input: CoreInput,
         output: CoreOutput,
+        publisher: KVEventPublisher | None = None,
         *,
         dp_rank: int,
         epoch: int,
@@ -135,6 +145,7 @@ class EngineCoreLoop:
         self._inbox = inbox
         self._input = input
         self._output = output
+        self._publisher = publisher
         self._dp_rank = dp_rank
         self._epoch = epoch
         self._clock = clock
@@ -207,6 +218,10 @@ class EngineCoreLoop:
                     self._answer(item.client_index, kv_events=batches)
             case GrammarReady():
                 self._core.take_grammars()
+            case ReplayAsked():
+                self._tell_kv_events()
+                if self._publisher is not None:
+                    self._publisher.answer(item, self._core.replay_kv_events(item.first_sequence))
             case _:
                 assert_never(item)
 
@@ -230,6 +245,8 @@ class EngineCoreLoop:
     def _tell_kv_events(self) -> None:
         """Tell all followers what the prefix cache has won and lost."""
         if batches := self._core.take_kv_events():
+            if self._publisher is not None:
+                self._publisher.publish(batches)
             for client_index in self._kv_followers:
                 self._answer(client_index, kv_events=batches)
 
@@ -252,6 +269,18 @@ class EngineCoreLoop:
             self._reported_at = now
             self._has_changed = False
             self._output.put(self._core.stats())
+
+
+def _make_publisher(args: EngineCoreArgs, inbox: Inbox) -> KVEventPublisher | None:
+    config = args.config.scheduler
+    if config.kv_events_address is None:
+        return None
+    replay_address = config.kv_events_replay_address
+    if replay_address is not None:
+        replay_address = replay_address.replace("{dp_rank}", str(args.dp_rank))
+    return KVEventPublisher(
+        config.kv_events_address.replace("{dp_rank}", str(args.dp_rank)), replay_address, inbox
+    )
 
 
 def _make_multiproc_executor(

@@ -51,6 +51,11 @@ def bind_pub(context: "zmq.Context[S]", address: str) -> S:
     return _bind(_make(context, zmq.PUB), address)
 
 
+def bind_router(context: "zmq.Context[S]", address: str) -> S:
+    """Make a ROUTER socket, which answers many REQ or DEALER sockets; what goes to one that left is dropped."""
+    return _bind(_make(context, zmq.ROUTER), address)
+
+
 def connect_sub(context: "zmq.Context[S]", address: str, topic: bytes = b"") -> S:
     """Make a SUB socket that hears all messages that begin with `topic`."""
     socket = _make(context, zmq.SUB)

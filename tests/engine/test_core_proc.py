@@ -12,7 +12,7 @@ import zmq
 
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
-from phalanx.engine.kv_events import follow
+from phalanx.engine.kv_events import KVEventBatch, follow
 from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowKVEvents
 from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
@@ -289,3 +289,31 @@ def test_a_front_end_that_follows_the_prefix_cache_knows_what_it_holds_also_afte
     assert replayed == sequences[1:]
     assert is_reset
     assert held == set()
+
+
+def test_a_listener_outside_follows_the_prefix_cache_and_asks_for_what_it_missed(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kv")
+    process = start(
+        kv_events=True,
+        kv_events_address=f"ipc://{folder}/pub{{dp_rank}}",
+        kv_events_replay_address=f"ipc://{folder}/replay{{dp_rank}}",
+    )
+    process.wait_ready()
+
+    async def ask_one():
+        async with connect(process) as sockets:
+            sockets.send(3, make_request("a", num_prompt_tokens=9, max_tokens=3))
+            await receive_until_finished(sockets, ["a"])
+
+    asyncio.run(ask_one())
+    question = process.zmq.socket(zmq.REQ)
+    question.connect(f"ipc://{folder}/replay3")
+    question.send((0).to_bytes(8, "big", signed=True))
+    assert question.poll(DEADLINE_S * 1000)
+    batches = msgspec.msgpack.decode(question.recv(), type=list[KVEventBatch])
+    question.close(linger=0)
+
+    held = set()
+    follow(held, batches)
+    assert [batch.sequence for batch in batches] == list(range(len(batches)))
+    assert len(held) == 11 // 4
