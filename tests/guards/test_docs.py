@@ -15,7 +15,9 @@ def test_the_map_names_every_module_and_nothing_else() -> None:
     for folder in FOLDERS:
         section = re.search(rf"^\*\*{folder}/\*\*.*?(?=^\*\*)", text, re.MULTILINE | re.DOTALL)
         assert section, f"no section for {folder}/"
-        named |= {f"{folder}/{name}" for name in re.findall(r"^\| (\S+\.py) \|", section.group(), re.MULTILINE)}
+        named |= {
+            f"{folder}/{name}" for name in re.findall(r"^\| (\S+\.py) \|", section.group(), re.MULTILINE)
+        }
 
     modules = {
         str(path.relative_to(ROOT))

@@ -34,7 +34,17 @@ class Cluster:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 # Killed with the test run: a run that is cut short has nobody to stop its clusters.
-                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "phalanx.launch", *arguments, "--port", "0"],
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    sys.executable,
+                    "-m",
+                    "phalanx.launch",
+                    *arguments,
+                    "--port",
+                    "0",
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
