@@ -2,8 +2,7 @@
 
 Called by: the console script and `python -m phalanx.launch`, in the process that becomes the supervisor.
 Everything that can be known to be wrong is said before anything starts, in one sentence on standard error.
-Exit codes: 0 done, 1 failed while running, 2 bad configuration, 3 a process never became ready,
-130 interrupted.
+Exit codes: 0 done, 1 failed while starting or running, 2 bad configuration, 130 interrupted.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
-from ..shm.errors import ConfigError, ServingError, StartupError
+from ..shm.errors import ConfigError, ServingError
 from ..shm.exit_codes import ExitCode
 from ..shm.logs import configure_logging
 from .config import Override, ResolvedConfig, load_config, parse_assignment, show_config
@@ -55,9 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
-    except StartupError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return ExitCode.BOOT_FAILED
     except ServingError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return ExitCode.FAILED

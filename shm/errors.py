@@ -6,7 +6,10 @@
         InvalidRequestError         the client's fault; names the field          -> 400 (404: unknown model)
         QueueFullError              come back later                              -> 429
         RequestAbortedError         the client left, or the server stops         -> 499 / 503
+        RequestTimeoutError         not finished in the time it was given        -> 408
+        NoReplicaError              no replica serves at the moment              -> 503, may be tried again
         ReplicaLostError            its replica died with it                     -> 503, may be tried again
+        PoisonousRequestError       it killed two replicas in a row              -> 500, not tried again
       TransportError              a ring, a queue or a socket
         QueueClosedError            the other side is gone, or closed it
         QueueEmptyError             nothing there, and the caller did not want to wait
@@ -23,7 +26,7 @@
         WorkerCallError             a call failed on a rank that lives on; carries the remote traceback
 
 `ServingError`, `TransportError` and `ProcessError` live here, on the lowest floor, so that every folder
-can derive from them. `RequestError` and its children: engine/errors.py.
+can derive from them. `RequestError` and its children: engine/errors.py; NoReplicaError: cluster/errors.py.
 """
 
 

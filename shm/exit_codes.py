@@ -8,7 +8,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    """An error while running. cluster-launch: something died and could not be replaced."""
+    """An error. cluster-launch: something did not start, or died and could not be replaced."""
     BAD_CONFIG = 2
     """A setting is wrong; nothing was started."""
     BOOT_FAILED = 3
