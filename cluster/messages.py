@@ -24,6 +24,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch:         one more each time the replica is started again
     max_model_len: longest prompt plus output that its KV cache holds, in tokens; None until it is ready
+    block_size:    tokens of one of its KV blocks; None until it is ready
     """
 
     dp_rank: int
@@ -31,6 +32,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     state: ReplicaState
     input_address: str
     max_model_len: int | None = None
+    block_size: int | None = None
 
 
 class FleetUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -326,6 +326,7 @@ class Supervisor:
                     state=_REPLICA_STATES[self._supervision.child_state(role)],
                     input_address=self._address(f"{role}.{epoch}"),
                     max_model_len=report.max_model_len if report is not None else None,
+                    block_size=report.block_size if report is not None else None,
                 )
             )
         payload = msgspec.msgpack.encode(FleetUpdate(replicas=replicas))

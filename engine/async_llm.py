@@ -35,8 +35,9 @@ from .outputs import OutputKind, RequestOutput
 
 log = logging.getLogger(__name__)
 
-LONG_PROMPT_CHARACTERS = 20_000
-"""From here on tokenising takes milliseconds, and is done in a thread: other streams go on meanwhile."""
+LONG_PROMPT = 20_000
+"""Characters or tokens. From here on tokenising and hashing take milliseconds, and are done in a thread: other streams
+go on meanwhile."""
 
 
 class AsyncLLM:
@@ -220,7 +221,7 @@ class AsyncLLM:
             options=options,
             client_index=self._client_index,
         )
-        is_long = isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARACTERS
+        is_long = len(prompt) > LONG_PROMPT
         return await asyncio.to_thread(process) if is_long else process()
 
     async def _dispatch(self) -> None:

@@ -1,6 +1,7 @@
 """The name of a full KV block: a chained hash over all tokens up to its end.
 
-Called by: KVCacheManager. Pure; any process that hashes the same tokens gets the same names.
+Called by: the front end, for the full blocks of a prompt, and KVCacheManager for those that come later. Pure; any
+process that hashes the same tokens gets the same names.
 Invariant: equal hashes mean equal prefixes. sha256, because a hash that a client can collide would hand
 one client the KV of another; the encoding is unambiguous for the same reason.
 """
@@ -14,6 +15,11 @@ ROOT_HASH = hashlib.sha256(b"phalanx block chain").digest()
 
 ExtraKey = tuple[str, bytes]
 """What else the KV of a block depends on: a kind ("adapter", "salt") and its value."""
+
+
+def extra_keys_of(cache_salt: str | None) -> tuple[ExtraKey, ...]:
+    """Say what the KV of a request depends on beside its tokens."""
+    return () if cache_salt is None else (("salt", cache_salt.encode()),)
 
 
 def hash_block(parent_hash: bytes, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = ()) -> bytes:

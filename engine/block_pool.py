@@ -16,6 +16,7 @@ A second block with the contents of a mapped one stays without a hash: it is the
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
+from .prefix_log import PrefixLog
 
 NULL_BLOCK_ID = 0
 
@@ -98,15 +99,18 @@ class BlockPool:
     """All blocks of a replica's KV cache.
 
     num_blocks: the null block included; at least 2
-    events:     told of every hash that comes and goes; None: nobody listens
+    events, prefix_log: told of every hash that comes and goes; None: nobody listens
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, events: KVEventLog | None = None, prefix_log: PrefixLog | None = None
+    ) -> None:
         assert num_blocks >= 2
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockList(self._blocks[NULL_BLOCK_ID + 1 :])
         self._by_hash: dict[bytes, KVCacheBlock] = {}
         self._events = events
+        self._prefix_log = prefix_log
 
     @property
     def num_blocks(self) -> int:
@@ -122,6 +126,11 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Blocks that a new request could hit, in use or free."""
         return len(self._by_hash)
+
+    @property
+    def cached_hashes(self) -> Iterable[bytes]:
+        """The hashes of all blocks that a new request could hit."""
+        return self._by_hash.keys()
 
     @property
     def usage(self) -> float:
@@ -144,6 +153,8 @@ class BlockPool:
                 del self._by_hash[block.block_hash]
                 if self._events is not None:
                     self._events.record(BlockRemoved(block_hash=block.block_hash))
+                if self._prefix_log is not None:
+                    self._prefix_log.record(block.block_hash, False)
                 block.block_hash = None
             block.num_refs = 1
             blocks.append(block)
@@ -170,6 +181,8 @@ class BlockPool:
             block.block_hash = block_hash
             if self._events is not None and describe is not None:
                 self._events.record(describe())
+            if self._prefix_log is not None:
+                self._prefix_log.record(block_hash, True)
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop one reference of each block, in the order in which they shall be reused."""
@@ -190,6 +203,8 @@ class BlockPool:
             block.block_hash = None
         if self._events is not None and self._by_hash:
             self._events.record(AllBlocksCleared())
+        if self._prefix_log is not None and self._by_hash:
+            self._prefix_log.record_cleared()
         self._by_hash.clear()
         return True
 

@@ -30,6 +30,7 @@ from .grammar.llguidance_backend import LLGuidanceCompiler
 from .kv_cache_manager import KVCacheManager
 from .kv_events import KVEventBatch, KVEventLog
 from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
+from .prefix_log import PrefixDelta, PrefixLog
 from .scheduler import Scheduler
 from .tokenizer import load_tokenizer
 
@@ -72,14 +73,17 @@ class EngineCore:
         self._kv_events: KVEventLog | None = None
         if config.scheduler.kv_events:
             self._kv_events = KVEventLog(dp_rank=dp_rank, epoch=epoch, num_kept=NUM_KEPT_KV_BATCHES)
+        self._prefix_log = PrefixLog(epoch=epoch)
+        self._kv = KVCacheManager(
+            num_blocks=report.num_kv_blocks,
+            block_size=report.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            events=self._kv_events,
+            prefix_log=self._prefix_log,
+        )
         self._scheduler = Scheduler(
             config.scheduler,
-            KVCacheManager(
-                num_blocks=report.num_kv_blocks,
-                block_size=report.block_size,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
-                events=self._kv_events,
-            ),
+            self._kv,
             max_model_len=report.max_model_len,
             vocab_size=report.vocab_size,
         )
@@ -102,6 +106,8 @@ class EngineCore:
         self._clients: dict[str, int] = {}
         self._pending: OutputsByClient = {}
         self._num_reports = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
         self._is_lost = False
 
     @property
@@ -191,6 +197,9 @@ class EngineCore:
         if self._in_flight:
             scheduled, step = self._in_flight.popleft()
             result = step.result()
+            now = self._clock()
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
             on_result()
             self._give(self._scheduler.update_from_output(scheduled, result))
             self._submit_masks()
@@ -229,6 +238,8 @@ class EngineCore:
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break
+            if not self._in_flight:
+                self._busy_since = self._clock()
             self._in_flight.append((scheduled, self._executor.submit_model(scheduled)))
             if len(self._in_flight) == 1:
                 self._submit_masks()
@@ -279,6 +290,14 @@ class EngineCore:
         batches = self._kv_events.replay(first_sequence)
         return [self._kv_events.snapshot()] if batches is None else batches
 
+    def take_prefix_delta(self) -> PrefixDelta | None:
+        """Take what has changed in the prefix cache since the last call, while someone follows. None: nothing."""
+        return self._prefix_log.take_delta()
+
+    def follow_prefixes(self) -> PrefixDelta:
+        """Begin to note changes, and say what is held now. Call it right after `take_prefix_delta`."""
+        return self._prefix_log.follow(self._kv.cached_hashes)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""
         return self._scheduler.reset_prefix_cache()
@@ -298,6 +317,8 @@ class EngineCore:
             kv_usage=stats.kv_usage,
             num_free_blocks=stats.num_free_blocks,
             num_blocks=stats.num_blocks,
+            num_running_tokens=stats.num_running_tokens,
+            busy_s=self._busy_s,
             num_steps=stats.num_steps,
             num_preemptions=stats.num_preemptions,
             prefix_queried_tokens=stats.prefix_queried_tokens,

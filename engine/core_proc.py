@@ -40,10 +40,11 @@ from .core_io import (
 from .kv_event_publisher import KVEventPublisher, ReplayAsked
 from .messages import (
     AbortRequests,
+    AdmittedMark,
     ClientHello,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FollowKVEvents,
+    FollowPrefixes,
     PrefixCacheReset,
     ResetPrefixCache,
 )
@@ -150,7 +151,9 @@ class EngineCoreLoop:
         self._epoch = epoch
         self._clock = clock
         self._incarnations: dict[int, int] = {}
-        self._kv_followers: set[int] = set()
+        # The number of the last request of each front end: told together with the counts that include it.
+        self._admitted: dict[int, int] = {}
+        self._followers: set[int] = set()
         self._is_stopping = False
         self._has_changed = True
         self._reported_at = -STATS_INTERVAL_AT_REST_S
@@ -195,12 +198,13 @@ class EngineCoreLoop:
         match item:
             case EngineCoreRequest():
                 self._core.add_request(item)
+                self._admitted[item.client_index] = max(item.number, self._admitted.get(item.client_index, 0))
             case AbortRequests():
                 self._core.abort_requests(item.request_ids)
             case ClientHello():
                 self._greet(item)
             case ClientLost():
-                self._kv_followers.discard(item.client_index)
+                self._followers.discard(item.client_index)
                 self._core.abort_client(item.client_index)
             case StopRequested():
                 self._is_stopping = True
@@ -211,11 +215,10 @@ class EngineCoreLoop:
                 answer = PrefixCacheReset(call_id=item.call_id, is_reset=is_reset)
                 self._answer(item.client_index, reset=answer)
                 self._tell_kv_events()
-            case FollowKVEvents():
+            case FollowPrefixes():
                 self._tell_kv_events()
-                self._kv_followers.add(item.client_index)
-                if batches := self._core.replay_kv_events(item.first_sequence):
-                    self._answer(item.client_index, kv_events=batches)
+                self._followers.add(item.client_index)
+                self._answer(item.client_index, prefix_delta=self._core.follow_prefixes())
             case GrammarReady():
                 self._core.take_grammars()
             case ReplayAsked():
@@ -231,7 +234,8 @@ class EngineCoreLoop:
         if known is not None and hello.incarnation < known:
             return
         if known is not None and hello.incarnation > known:
-            self._kv_followers.discard(hello.client_index)
+            self._followers.discard(hello.client_index)
+            self._admitted.pop(hello.client_index, None)
             num_aborted = self._core.abort_client(hello.client_index)
             log.info("front end restarted client_index=%d aborted=%d", hello.client_index, num_aborted)
         self._incarnations[hello.client_index] = hello.incarnation
@@ -247,8 +251,9 @@ class EngineCoreLoop:
         if batches := self._core.take_kv_events():
             if self._publisher is not None:
                 self._publisher.publish(batches)
-            for client_index in self._kv_followers:
-                self._answer(client_index, kv_events=batches)
+        if delta := self._core.take_prefix_delta():
+            for client_index in self._followers:
+                self._answer(client_index, prefix_delta=delta)
 
     def _answer(self, client_index: int, **fields: Any) -> None:
         message = EngineCoreOutputs(dp_rank=self._dp_rank, epoch=self._epoch, **fields)
@@ -268,7 +273,14 @@ class EngineCoreLoop:
         if now >= self._next_report_at():
             self._reported_at = now
             self._has_changed = False
-            self._output.put(self._core.stats())
+            admitted = [
+                AdmittedMark(
+                    client_index=client_index, incarnation=incarnation, number=self._admitted[client_index]
+                )
+                for client_index, incarnation in self._incarnations.items()
+                if client_index in self._admitted
+            ]
+            self._output.put(msgspec.structs.replace(self._core.stats(), admitted=admitted))
 
 
 def _make_publisher(args: EngineCoreArgs, inbox: Inbox) -> KVEventPublisher | None:

@@ -16,6 +16,7 @@ import msgspec
 from ..workers.config import ModelConfig
 from ..workers.sampling_params import SamplingParams
 from ..workers.transformer_config import read_transformer_config
+from .block_hash import extend_block_hashes, extra_keys_of
 from .chat_template import ChatTemplate
 from .errors import InvalidRequestError
 from .grammar.backend import GrammarError
@@ -43,11 +44,15 @@ class RequestOptions:
     priority:   requests of a smaller number are admitted first, and preempted last
     cache_salt: cached prefixes are shared only with requests of the same salt
     timeout_s:  the request fails with RequestTimeoutError when it is not finished by then
+    dp_rank:    the replica that computes it; None: whichever the balancer picks
+    session_id: requests of one session stay on one replica where the cluster has sticky sessions
     """
 
     priority: int = 0
     cache_salt: str | None = None
     timeout_s: float | None = None
+    dp_rank: int | None = None
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,7 @@ class InputProcessor:
     eos_token_ids: the model's end-of-sequence tokens
     max_model_len: longest prompt plus output in tokens
     vocab_size:    of the model; the tokenizer may know fewer ids
+    block_size:    of the engine cores' KV blocks, once it is known: prompts are hashed here then, and only here
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class InputProcessor:
         self.chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.block_size: int | None = None
         eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         self.eos_token_ids = tuple(token_id for token_id in dict.fromkeys(eos) if token_id < vocab_size)
         self._clock = clock
@@ -148,6 +155,10 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"structured_outputs: {error}", field="structured_outputs"
                 ) from None
+        block_hashes: list[bytes] = []
+        if self.block_size is not None:
+            extra_keys = extra_keys_of(options.cache_salt)
+            extend_block_hashes(block_hashes, prompt_token_ids, self.block_size, extra_keys)
         core_request = EngineCoreRequest(
             request_id=request_id,
             client_index=client_index,
@@ -160,6 +171,9 @@ class InputProcessor:
             priority=options.priority,
             cache_salt=options.cache_salt,
             deadline_at=None if options.timeout_s is None else arrived_at + options.timeout_s,
+            block_hashes=block_hashes,
+            routed_dp_rank=options.dp_rank,
+            session_id=options.session_id,
         )
         return ProcessedRequest(core_request=core_request, prompt=text)
 

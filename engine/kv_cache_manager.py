@@ -11,18 +11,19 @@ whole step before any of its attention, and compute the steps in their order.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .block_hash import extend_block_hashes
 from .block_pool import BlockPool, KVCacheBlock
 from .kv_events import BlockStored, KVEventLog
+from .prefix_log import PrefixLog
 from .request import Request
 
 
 class KVCacheManager:
     """Owner of the block pool and of all block tables of a replica.
 
-    events: told of every block that can be hit, or no longer; None: nobody listens
+    events, prefix_log: told of every block that can be hit, or no longer; None: nobody listens
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         events: KVEventLog | None = None,
+        prefix_log: PrefixLog | None = None,
     ) -> None:
         self.block_size = block_size
         self.shares_prefixes = enable_prefix_caching
-        self._pool = BlockPool(num_blocks, events)
+        self._pool = BlockPool(num_blocks, events, prefix_log)
         self._is_told = events is not None
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_published: dict[str, int] = {}
@@ -59,6 +61,11 @@ class KVCacheManager:
     def num_blocks(self) -> int:
         """All blocks but the null block."""
         return self._pool.num_blocks
+
+    @property
+    def cached_hashes(self) -> Iterable[bytes]:
+        """The hashes of all blocks that a new request could hit."""
+        return self._pool.cached_hashes
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """Return the block table of an admitted request."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from ..workers.sampling_params import SamplingParams
-from .kv_events import KVEventBatch
+from .prefix_log import PrefixDelta
 
 
 class FinishReason(StrEnum):
@@ -42,6 +42,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt:       cached prefixes are shared only with requests of the same salt
     group_id:         shared by the samples of one prompt: they wait for the first one's prompt, and use its blocks
     deadline_at:      the request ends with TIMEOUT then; None: never
+    block_hashes:     of the prompt's full blocks, for the engine core's block size; empty: it hashes them itself
+    number:           of this choice among those of its front end, rising; 0: nobody counts
+    num_expected_cached_tokens: prompt tokens that the front end expects in the prefix cache
+    routed_dp_rank:   the replica that the client asks for; None: any
+    session_id:       requests of one session go to one replica where sessions are sticky
     """
 
     request_id: str
@@ -57,6 +62,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str | None = None
     group_id: str | None = None
     deadline_at: float | None = None
+    block_hashes: list[bytes] = []
+    number: int = 0
+    num_expected_cached_tokens: int = 0
+    routed_dp_rank: int | None = None
+    session_id: str | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -83,18 +93,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_pre
     call_id: int
 
 
-class FollowKVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="follow_kv_events"):
-    """Send all `KVEventBatch`es from now on; again: after a gap.
-
-    first_sequence: of the first batch that is missing. It comes, with all that follow it, or a snapshot instead;
-                    nothing does when the replica keeps no events (`scheduler.kv_events`)
-    """
+class FollowPrefixes(msgspec.Struct, frozen=True, kw_only=True, tag="follow_prefixes"):
+    """Say what the prefix cache holds, and every `PrefixDelta` from now on; again: after a gap."""
 
     client_index: int
-    first_sequence: int = 0
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCache | FollowKVEvents
+ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCache | FollowPrefixes
 """All that a front end may send to an engine core."""
 
 
@@ -136,7 +141,15 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     epoch: int
     outputs: list[EngineCoreOutput] = []
     reset: PrefixCacheReset | None = None
-    kv_events: list[KVEventBatch] = []
+    prefix_delta: PrefixDelta | None = None
+
+
+class AdmittedMark(msgspec.Struct, frozen=True, kw_only=True):
+    """The last request of one front end that an engine core has taken: `EngineCoreRequest.number`."""
+
+    client_index: int
+    incarnation: int
+    number: int
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +159,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage:              part of the KV blocks that running requests hold, evictable cached ones left out. [0, 1]
     num_free_blocks:       free blocks, evictable cached ones included
     num_prefill_tokens:    tokens of waiting and running requests that are still to be prefilled
+    num_running_tokens:    tokens of running requests that are in the KV cache
+    admitted:              by front end, the last request that these numbers count; taken together with them
+    busy_s:                time with a step in flight, in seconds; a counter like those below
     prefix_*_tokens, num_preemptions, num_steps, num_*_tokens_total: counters since the start of this epoch
     """
 
@@ -159,6 +175,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float
     num_free_blocks: int
     num_blocks: int
+    num_running_tokens: int = 0
+    admitted: list[AdmittedMark] = []
+    busy_s: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
     prefix_queried_tokens: int = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..workers.messages import NewRequest
-from .block_hash import ExtraKey
+from .block_hash import ExtraKey, extra_keys_of
 from .grammar.backend import Matcher
 from .messages import EngineCoreRequest, FinishReason
 
@@ -101,9 +101,8 @@ class Request:
         self.max_num_tokens = max_model_len
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
-        salt = core_request.cache_salt
-        self.extra_keys: tuple[ExtraKey, ...] = () if salt is None else (("salt", salt.encode()),)
-        self.block_hashes: list[bytes] = []
+        self.extra_keys: tuple[ExtraKey, ...] = extra_keys_of(core_request.cache_salt)
+        self.block_hashes: list[bytes] = list(core_request.block_hashes)
         self.status = RequestStatus.WAITING
         self.matcher: Matcher | None = None
         self.num_overtaken = 0
@@ -130,6 +129,14 @@ class Request:
         """Tokens still to be prefilled; 0 for a request that decodes, one token at a time."""
         num_uncomputed = self.num_uncomputed_tokens
         return 0 if self.num_computed_tokens > 0 and num_uncomputed <= 1 else num_uncomputed
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        """As `num_prefill_tokens`, without those that the prefix cache is expected to give at admission."""
+        num_tokens = self.num_prefill_tokens
+        if self.num_computed_tokens == 0:
+            num_tokens = max(1, num_tokens - self.core_request.num_expected_cached_tokens)
+        return num_tokens
 
     def may_run_ahead(self, num_tokens: int) -> bool:
         """Say whether the token after a placeholder may be scheduled. num_tokens: placeholders included.

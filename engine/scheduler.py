@@ -220,8 +220,7 @@ class Scheduler:
 
     def fill_grammar_masks(self) -> GrammarMasks:
         """Say what may come next in the oldest step in flight. To be asked as soon as it is the oldest."""
-        step, sampling = self._in_flight[0]
-        return fill_grammar_masks(step, sampling, self._vocab_size)
+        return fill_grammar_masks(*self._in_flight[0], self._vocab_size)
 
     def update_from_output(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
@@ -258,7 +257,8 @@ class Scheduler:
         return SchedulerStats(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_prefill_tokens=sum(request.num_prefill_tokens for request in self._requests.values()),
+            num_prefill_tokens=sum(one.num_expected_prefill_tokens for one in self._requests.values()),
+            num_running_tokens=sum(request.num_computed_tokens for request in self._running),
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free_blocks,
             num_blocks=self._kv.num_blocks,

@@ -13,7 +13,8 @@ import zmq
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
 from phalanx.engine.kv_events import KVEventBatch, follow
-from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowKVEvents
+from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowPrefixes
+from phalanx.engine.prefix_log import split_keys
 from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
@@ -181,6 +182,24 @@ def test_an_aborted_request_frees_its_blocks(start):
     )
 
 
+def test_reports_name_the_last_request_of_each_front_end_that_they_count(start):
+    process = start()
+    process.wait_ready()
+
+    async def scenario():
+        async with connect(process, client_index=2, incarnation=5) as sockets:
+            for number in (4, 9):
+                request = make_request(f"r{number}", client_index=2, num_prompt_tokens=9, max_tokens=3)
+                sockets.send(3, msgspec.structs.replace(request, number=number))
+            await receive_until_finished(sockets, ["r4", "r9"])
+
+    asyncio.run(scenario())
+
+    stats = process.wait_stats(lambda stats: stats.admitted != [] and stats.num_output_tokens_total == 6)
+    assert [(mark.client_index, mark.incarnation, mark.number) for mark in stats.admitted] == [(2, 5, 9)]
+    assert 0 < stats.busy_s < DEADLINE_S
+
+
 def test_a_restarted_front_end_leaves_nothing_of_its_earlier_life(start):
     process = start(max_num_seqs=1)
     process.wait_ready()
@@ -262,33 +281,38 @@ def test_an_idle_engine_core_uses_no_processor_time(start):
 
 
 def test_a_front_end_that_follows_the_prefix_cache_knows_what_it_holds_also_after_a_gap(start):
-    process = start(kv_events=True)
+    process = start()
     process.wait_ready()
     request = make_request("a", num_prompt_tokens=9, max_tokens=8)
 
     async def scenario():
         async with asyncio.timeout(DEADLINE_S), connect(process) as sockets:
-            sockets.send(3, FollowKVEvents(client_index=0))
+            sockets.send(3, FollowPrefixes(client_index=0))
             sockets.send(3, request)
             held, sequences, num_tokens = set(), [], 0
             # 16 of the 17 tokens are computed: four blocks of four.
             while len(held) < 4 or num_tokens < 8:
                 message = await sockets.recv()
                 num_tokens += sum(len(output.new_token_ids) for output in message.outputs)
-                follow(held, message.kv_events)
-                sequences += [batch.sequence for batch in message.kv_events]
-            sockets.send(3, FollowKVEvents(client_index=0, first_sequence=1))
-            replayed = (await sockets.recv()).kv_events
+                if (delta := message.prefix_delta) is not None:
+                    held |= set(split_keys(delta.stored))
+                    sequences.append(delta.sequence)
+            sockets.send(3, FollowPrefixes(client_index=0))
+            snapshot = (await sockets.recv()).prefix_delta
             reset = asyncio.create_task(sockets.reset_prefix_cache(3))
-            follow(held, (await sockets.recv()).kv_events)
-            return sequences, [batch.sequence for batch in replayed], held, await reset
+            cleared = (await sockets.recv()).prefix_delta
+            return sequences, held, snapshot, cleared, await reset
 
-    sequences, replayed, held, is_reset = asyncio.run(scenario())
+    sequences, held, snapshot, cleared, is_reset = asyncio.run(scenario())
 
-    assert sequences == list(range(len(sequences)))
-    assert replayed == sequences[1:]
+    # The first is what was held when it began to follow: nothing, after the delta before the first.
+    assert sequences == list(range(-1, len(sequences) - 1))
+    assert snapshot.clears
+    assert set(split_keys(snapshot.stored)) == held
+    assert snapshot.sequence == sequences[-1]
+    assert cleared.clears
+    assert (cleared.stored, cleared.sequence) == (b"", sequences[-1] + 1)
     assert is_reset
-    assert held == set()
 
 
 def test_a_listener_outside_follows_the_prefix_cache_and_asks_for_what_it_missed(start, tmp_path_factory):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from phalanx.engine.block_hash import extend_block_hashes, extra_keys_of
 from phalanx.engine.errors import InvalidRequestError
-from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.input_processor import InputProcessor, RequestOptions
 from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.workers.sampling_params import SamplingParams
 from support.tokenizers import build_byte_level
@@ -72,3 +73,21 @@ def test_a_chat_is_rendered_without_further_special_tokens(inputs):
     ids = inputs.render_chat([{"role": "user", "content": "<|im_start|>Hello"}])
 
     assert ids == [1, *inputs.tokenizer.encode("Hello", add_special_tokens=False)]
+
+
+def test_full_blocks_are_hashed_once_the_block_size_is_known_and_apart_for_each_salt(inputs):
+    prompt = list(range(1, 10))
+    assert inputs.process("r", prompt, SamplingParams()).core_request.block_hashes == []
+    inputs.block_size = 4
+
+    plain = inputs.process("r", prompt, SamplingParams()).core_request
+    salted = inputs.process(
+        "r", prompt, SamplingParams(), options=RequestOptions(cache_salt="a")
+    ).core_request
+
+    for request in (plain, salted):
+        expected: list[bytes] = []
+        extend_block_hashes(expected, prompt, 4, extra_keys_of(request.cache_salt))
+        assert request.block_hashes == expected
+    assert len(plain.block_hashes) == 2
+    assert not set(plain.block_hashes) & set(salted.block_hashes)
