@@ -94,15 +94,18 @@ class InputProcessor:
         self._clock = clock
 
     @classmethod
-    def from_model(cls, model: ModelConfig, *, max_model_len: int | None = None) -> "InputProcessor":
+    def from_model(
+        cls, model: ModelConfig, *, max_model_len: int | None = None, tokenizer: Tokenizer | None = None
+    ) -> "InputProcessor":
         """Read what is needed from the model's folder.
 
+        tokenizer: None: the model's own
         max_model_len: what the engine cores reported; None: the setting, else what the model was trained for
         Raises ConfigError when the folder lacks something.
         """
         config = read_transformer_config(model.path)
         return cls(
-            load_tokenizer(model.path),
+            load_tokenizer(model.path) if tokenizer is None else tokenizer,
             eos_token_ids=config.eos_token_ids,
             max_model_len=max_model_len or model.max_model_len or config.max_position_embeddings,
             vocab_size=config.vocab_size,

@@ -33,7 +33,7 @@ from .input_processor import InputProcessor, Message, Prompt
 from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, no_tokenizer
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class LLM:
     """One replica of a model, for batches.
 
     model:     a folder, or a name on the Hugging Face hub
+    skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text
     overrides: any setting of the engine by its name (max_model_len=2048, num_blocks=100)
     Loading takes place here: it may take minutes. Raises ConfigError or StartupError.
     """
@@ -53,6 +54,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: DType | str = DType.AUTO,
         device: DeviceType | str = DeviceType.AUTO,
+        skip_tokenizer_init: bool = False,
         **overrides: Any,
     ) -> None:
         config = make_engine_config(
@@ -66,7 +68,11 @@ class LLM:
         report = executor.start()
         try:
             core = EngineCore(config, executor, report)
-            self._inputs = InputProcessor.from_model(config.model, max_model_len=core.report.max_model_len)
+            self._inputs = InputProcessor.from_model(
+                config.model,
+                max_model_len=core.report.max_model_len,
+                tokenizer=no_tokenizer() if skip_tokenizer_init else None,
+            )
         except BaseException:
             executor.close(reason="start failed")
             raise

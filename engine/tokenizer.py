@@ -86,6 +86,14 @@ class Tokenizer:
         return self._tokens_by_id.get(token_id)
 
 
+def no_tokenizer() -> Tokenizer:
+    """A tokenizer without a vocabulary: prompts must be token ids, and no output has text.
+
+    Its `encode` raises ConfigError (field "model").
+    """
+    return Tokenizer(_NoCodec(), vocab={}, special_tokens={}, special_ids=frozenset(), chat_templates={})
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load the tokenizer of a model's folder, or of a GGUF file.
 
@@ -133,6 +141,17 @@ def _wrap(
         special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
         chat_templates=chat_templates,
     )
+
+
+class _NoCodec:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise ConfigError("model", "was loaded without its tokenizer; prompts must be token ids")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return ""
+
+    def to_json(self) -> str | None:
+        return None
 
 
 class _NativeCodec:

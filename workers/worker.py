@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import profile
 
 from .config import ModelConfig
 from .device import open_device, resolve_dtype
@@ -46,6 +47,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._weight_bytes = 0
         self._num_blocks = 0
+        self.recorder: profile | None = None
+        """Of the hooks in step_trace.py."""
 
     def start(self) -> RankReport:
         """Open the device, meet the peers, load the weights and find how many KV blocks fit.
@@ -118,6 +121,16 @@ class Worker:
     def tp_rank(self) -> int:
         """Which rank this is."""
         return self._config.tp_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes. After `start`."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV cache. After `start`."""
+        return self._dtype
 
     @property
     def model(self) -> CausalLM:

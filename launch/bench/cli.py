@@ -12,10 +12,10 @@ from types import ModuleType
 
 from ...shm.errors import ConfigError, ServingError
 from ...shm.exit_codes import ExitCode
-from . import executor, ring, scheduler, serve, startup
+from . import executor, latency, ring, scheduler, serve, startup, throughput
 from .report import PROGRAM, ReportWriter
 
-BENCHMARKS: tuple[ModuleType, ...] = (serve, startup, ring, executor, scheduler)
+BENCHMARKS: tuple[ModuleType, ...] = (serve, latency, throughput, startup, ring, executor, scheduler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
