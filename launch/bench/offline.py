@@ -93,8 +93,13 @@ def add_offline_arguments(
                         help="folder; with dummy weights its config.json is enough")  # fmt: skip
     parser.add_argument("--weights", choices=[one.value for one in LoadFormat], default=LoadFormat.AUTO.value,
                         help="auto: those of the folder; dummy: random ones")  # fmt: skip
-    parser.add_argument("--workload", action="append", metavar="NAME", default=None,
-                        help=f"may be repeated ({', '.join(workloads)}). {names}; or a shape: 8x9-3:greedy")  # fmt: skip
+    parser.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME",
+        default=None,
+        help=f"may be repeated ({', '.join(workloads)}). {names}; or a shape: 8x9-3:greedy",
+    )
     parser.add_argument("--repetitions", type=positive, default=repetitions, metavar="N",
                         help=f"runs ({repetitions})")  # fmt: skip
     parser.add_argument(
@@ -107,8 +112,12 @@ def add_offline_arguments(
                         help="any setting of the engine by its name, as max_num_batched_tokens=16384")  # fmt: skip
     parser.add_argument("--reference", type=Path, metavar="FILE",
                         help="times of another program (launch/bench/peers/*.json), to show ratios")  # fmt: skip
-    parser.add_argument("--trace", type=Path, metavar="STEM",
-                        help=f"write STEM-WORKLOAD.json.gz, {TRACED_OUTPUT_LEN} tokens as a timeline for Perfetto")  # fmt: skip
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="STEM",
+        help=f"write STEM-WORKLOAD.json.gz, {TRACED_OUTPUT_LEN} tokens as a timeline for Perfetto",
+    )
     parser.set_defaults(default_workloads=tuple(workloads))
 
 
