@@ -30,16 +30,16 @@ from .ordering import WORD_BYTES
 from .ring_end import WAIT_SLICE_S, RingEnd, always_alive
 from .ring_layout import (
     CLOSED,
-    CURSOR,
+    CURSOR_MASK,
     HEADER_BYTES,
     LENGTH_MASK,
     MAX_READERS,
     PADDING,
     RECORD,
-    WRITER_LINE,
+    WRITER_WORD,
     create_ring,
     max_record_bytes,
-    reader_line,
+    reader_word,
     ring_bytes,
 )
 from .segment import SharedSegment
@@ -92,7 +92,7 @@ class RingWriter(RingEnd):
     ) -> None:
         super().__init__(segment, None, is_peer_alive)
         self._doorbell_fd = doorbell_fd
-        self._reader_cursors = [reader_line(reader) + CURSOR for reader in range(self.num_readers)]
+        self._reader_words = [reader_word(reader) for reader in range(self.num_readers)]
         self._oldest = self._slowest_cursor()
         self._rewind_at = _REWIND_BYTES
         self._begun_bytes = 0
@@ -145,7 +145,7 @@ class RingWriter(RingEnd):
 
     def slowest_reader(self) -> int:
         """Return the index of the reader that has released least."""
-        return min(range(self.num_readers), key=lambda reader: self._load(self._reader_cursors[reader]))
+        return min(range(self.num_readers), key=self._released)
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""
@@ -160,10 +160,8 @@ class RingWriter(RingEnd):
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a cursor is where it cannot be."""
-        assert self._load(self._own + CURSOR) == self._cursor
-        for index in self._reader_cursors:
-            released = self._load(index)
-            assert released % WORD_BYTES == 0
+        assert self._load(self._own) == self._cursor
+        for released in map(self._released, range(self.num_readers)):
             assert released <= self._cursor <= released + self.capacity
 
     def _begin(self, num_bytes: int, deadline_at: float | None) -> int:
@@ -206,17 +204,23 @@ class RingWriter(RingEnd):
         self._rewind_at = offset + _REWIND_BYTES
         return False
 
+    def _released(self, reader: int) -> int:
+        return self._load(self._reader_words[reader]) & CURSOR_MASK
+
     def _slowest_cursor(self) -> int:
-        return min(map(self._load, self._reader_cursors))
+        return min(map(self._released, range(self.num_readers)))
 
     def _wait_released(self, limit: int, what: str, deadline_at: float | None) -> None:
         """Wait until every reader's cursor has come to `limit`."""
-        for reader, index in enumerate(self._reader_cursors):
-            while (released := self._load(index)) < limit:
+        for reader, word_index in enumerate(self._reader_words):
+            released = self._released(reader)
+            while released < limit:
                 if deadline_at is None:
                     raise RingFullError(f"no room {what}: reader {reader} is behind")
-                if not self._wait_past(index - CURSOR, released, deadline_at):
+                moved_to = self._wait_past(word_index, released, deadline_at)
+                if moved_to is None:
                     raise QueueTimeoutError(f"no room {what}: reader {reader} did not read in time")
+                released = moved_to
         self._oldest = self._slowest_cursor()
 
 
@@ -282,9 +286,9 @@ class RingReader(RingEnd):
             self._require_open()
         assert self._view is None, "one record at a time"
         if self._published == cursor:
-            self._published = self._load(WRITER_LINE + CURSOR)
-            if self._published == cursor:
-                self._await_record(deadline_at)
+            word = self._load(WRITER_WORD)
+            # Above it also when the writer has closed: then there is nothing to read but the bit.
+            self._published = word if word & CLOSED == 0 and word != cursor else self._await_record(deadline_at)
         capacity = self.capacity
         offset = cursor % capacity
         header = self._headers[offset >> 3]
@@ -325,7 +329,7 @@ class RingReader(RingEnd):
 
     def has_writer(self) -> bool:
         """False once the writer has closed or died. For who waits for it elsewhere."""
-        return self._load(WRITER_LINE + CLOSED) == 0 and self._is_peer_alive()
+        return self._load(WRITER_WORD) & CLOSED == 0 and self._is_peer_alive()
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""
@@ -335,27 +339,32 @@ class RingReader(RingEnd):
             num_records=self._num_records,
             num_bytes=self._num_bytes,
             num_waits=self._num_waits,
-            used_bytes=self._load(WRITER_LINE + CURSOR) - self._cursor,
+            used_bytes=self._written() - self._cursor,
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a cursor is where it cannot be."""
-        written = self._load(WRITER_LINE + CURSOR)
         # Behind by the padding, while the record after it is being read.
-        assert self._load(self._own + CURSOR) <= self._cursor
+        assert self._load(self._own) <= self._cursor
         assert self._cursor % WORD_BYTES == 0
-        assert self._cursor <= self._published <= written <= self._cursor + self.capacity
+        assert self._cursor <= self._published <= self._written() <= self._cursor + self.capacity
 
-    def _await_record(self, deadline_at: float | None) -> None:
-        if deadline_at is None:
-            is_closed = self._load(WRITER_LINE + CLOSED) != 0
-            if self._load(WRITER_LINE + CURSOR) == self._cursor:
-                if is_closed:
-                    raise QueueClosedError("the writer closed the ring")
-                raise QueueEmptyError("the ring is empty")
-        elif not self._wait_past(WRITER_LINE, self._cursor, deadline_at):
-            raise QueueTimeoutError("nothing came through the ring in time")
-        self._published = self._load(WRITER_LINE + CURSOR)
+    def _written(self) -> int:
+        return self._load(WRITER_WORD) & CURSOR_MASK
+
+    def _await_record(self, deadline_at: float | None) -> int:
+        """Return the writer's cursor when it is past this end's."""
+        if deadline_at is not None:
+            written = self._wait_past(WRITER_WORD, self._cursor, deadline_at)
+            if written is None:
+                raise QueueTimeoutError("nothing came through the ring in time")
+            return written
+        word = self._load(WRITER_WORD)
+        if word & CURSOR_MASK != self._cursor:
+            return word & CURSOR_MASK
+        if word & CLOSED:
+            raise QueueClosedError("the writer closed the ring")
+        raise QueueEmptyError("the ring is empty")
 
 
 class Reading:

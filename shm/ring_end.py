@@ -1,22 +1,21 @@
 """What the two ends of a ring share: the mapped lines, making a cursor known, and the wait for the other side's.
 
 Called by: ring_buffer.py; one thread per end. Whoever publishes (a writer a record, a reader the room that it gives
-back) does the same three steps, and whoever waits the same four, so that one argument covers both directions.
+back) does the same two steps, and whoever waits the same two, so that one argument covers both directions.
 
   publish                              wait
-    1  store cursor   (release)          5  load event    (acquire)
-    2  store event    (release)          6  load closed   (acquire), ask whether the peer lives
-    3  wake           (system call)      7  load cursor   (acquire); it moved: done; closed: raise
-  close: store closed, then 2 and 3      8  sleep unless event has changed (system call)
+    1  store word    (release)           3  load word    (acquire); its cursor moved: done; closed: raise
+    2  wake          (system call)       4  sleep unless the word has changed since (system call)
+  close: the same, with the bit for "closed" set beside the cursor
 
-No wake-up is lost: if the cursor that 7 saw is old, then 2 had not been seen by 5 (else, by the order of 1 and 2 and
-of 5 and 7, the new cursor would have been). Then either the kernel sees a changed event in 8 and does not sleep, or it
-queued the sleeper before it looked at the word, and 3, which stands behind 2, finds it in the queue. That last "or"
-is the kernel's: each of the two system calls has a full barrier between its write (event; the queue) and its read
-(the queue; event). This is why publishing always makes the system call: a flag "somebody sleeps" in plain memory
-would need that barrier too, and there is none to be had from here that costs less.
+No wake-up is lost: either the kernel sees in 4 what 1 has stored and does not sleep, or it queued the sleeper before
+it looked at the word, and 2, which stands behind 1, finds it in the queue. That "or" is the kernel's: each of the two
+system calls has a full barrier between its write (the word; the queue) and its read (the queue; the word). This is
+why publishing always makes the system call: a flag "somebody sleeps" in plain memory would need that barrier too, and
+there is none to be had from here that costs less. And a closing is never seen before the last record: they are one
+word.
 
-What each machine needs for 1, 2, 5, 6, 7 stands in ordering.py. tests/support/ring_model.py is this list as a program
+What each machine needs for 1 and 3 stands in ordering.py. tests/support/ring_model.py is this list as a program
 for a model of both machines, and breaks when any of it is left out.
 
 When the peer dies: a wait looks every 0.25 s at `is_peer_alive` and raises QueueClosedError. What was published
@@ -33,13 +32,12 @@ from .errors import ProtocolError, QueueClosedError
 from .ordering import CACHE_LINE_BYTES, Futex, Words, map_words
 from .ring_layout import (
     CLOSED,
-    CURSOR,
-    EVENT,
+    CURSOR_MASK,
     MAGIC,
-    WRITER_LINE,
+    WRITER_WORD,
     lines_bytes,
     max_record_bytes,
-    reader_line,
+    reader_word,
     ring_bytes,
 )
 from .segment import SharedSegment
@@ -64,19 +62,19 @@ def always_alive() -> bool:
 class RingEnd:
     """One end of a ring. Owns the segment.
 
-    own_line: index of the reader, or None for the writer
+    reader: index of this reader, or None for the writer
     """
 
     def __init__(
-        self, segment: SharedSegment, own_line: int | None, is_peer_alive: Callable[[], bool]
+        self, segment: SharedSegment, reader: int | None, is_peer_alive: Callable[[], bool]
     ) -> None:
         head = map_words(segment.buffer[:CACHE_LINE_BYTES])
         magic, self.capacity, self.num_readers = head.load(0), head.load(1), head.load(2)
         head.close()
         if magic != MAGIC or segment.size != ring_bytes(self.capacity, self.num_readers):
             raise ProtocolError("the segment does not hold a ring")
-        if own_line is not None and not 0 <= own_line < self.num_readers:
-            raise ValueError(f"reader {own_line} of {self.num_readers}")
+        if reader is not None and not 0 <= reader < self.num_readers:
+            raise ValueError(f"reader {reader} of {self.num_readers}")
         num_line_bytes = lines_bytes(self.num_readers)
         self.max_record_bytes = max_record_bytes(self.capacity)
         self._segment = segment
@@ -88,12 +86,9 @@ class RingEnd:
         self._headers = self._data.cast("Q")
         self._is_peer_alive = is_peer_alive
         self._futex = Futex()
-        self._own = WRITER_LINE if own_line is None else reader_line(own_line)
-        self._own_cursor = self._own + CURSOR
-        self._own_event = self._own + EVENT
-        self._wake = self._futex.waker(self._words.address(self._own_event))
-        self._cursor = self._load(self._own_cursor)
-        self._event = self._load(self._own_event)
+        self._own = WRITER_WORD if reader is None else reader_word(reader)
+        self._wake = self._futex.waker(self._words.address(self._own))
+        self._cursor = self._load(self._own) & CURSOR_MASK
         self._spin_rounds = _MIN_SPIN_ROUNDS
         self._is_closed = False
         self._num_records = 0
@@ -105,8 +100,7 @@ class RingEnd:
         if self._is_closed:
             return
         self._is_closed = True
-        self._store(self._own + CLOSED, 1)
-        self._store(self._own_event, self._event + 1)
+        self._store(self._own, self._cursor | CLOSED)
         self._wake()
         self._words.close()
         self._headers.release()
@@ -114,42 +108,39 @@ class RingEnd:
         self._segment.close()
 
     def _advance(self, cursor: int) -> None:
-        """Make `cursor` visible to the other side, and wake it: steps 1 to 3."""
+        """Make `cursor` visible to the other side, and wake it: steps 1 and 2."""
         self._cursor = cursor
-        self._event = event = self._event + 1
-        store = self._store
-        store(self._own_cursor, cursor)
-        store(self._own_event, event)
+        self._store(self._own, cursor)
         self._wake()
 
-    def _wait_past(self, line: int, seen_cursor: int, deadline_at: float) -> bool:
-        """Wait until the owner of `line` moves its cursor on from `seen_cursor`.
+    def _wait_past(self, word_index: int, seen_cursor: int, deadline_at: float) -> int | None:
+        """Wait until the owner of a word moves its cursor on from `seen_cursor`; return where to.
 
-        Looks for a while first, then sleeps: steps 5 to 8. Returns False when the deadline passed. Raises
+        Looks for a while first, then sleeps: steps 3 and 4. Returns None when the deadline passed. Raises
         QueueClosedError when the owner has closed, or the peer is dead, and its cursor stands still: what it wrote
         last is never lost.
         """
-        if self._spin(line + CURSOR, seen_cursor):
-            return True
         load = self._load
-        began_at = time.monotonic()
-        while True:
-            event = load(line + EVENT)
-            is_closed = load(line + CLOSED) != 0 or not self._is_peer_alive()
-            # Looked at after the closing: who closes publishes first, so nothing can be missed in between.
-            if load(line + CURSOR) != seen_cursor:
-                self._learn(time.monotonic() - began_at)
-                return True
-            if is_closed:
-                raise QueueClosedError("the other side of the ring is closed or gone")
-            remaining_s = deadline_at - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            self._num_waits += 1
-            self._futex.wait(self._words.address(line + EVENT), event, min(remaining_s, WAIT_SLICE_S))
+        if not self._spin(word_index, seen_cursor):
+            began_at = time.monotonic()
+            while load(word_index) == seen_cursor:
+                # Asked before the last look, so that nothing published before the death is missed.
+                if not self._is_peer_alive() and load(word_index) == seen_cursor:
+                    raise QueueClosedError("the other side of the ring is gone")
+                remaining_s = deadline_at - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                self._num_waits += 1
+                address = self._words.address(word_index)
+                self._futex.wait(address, seen_cursor, min(remaining_s, WAIT_SLICE_S))
+            self._learn(time.monotonic() - began_at)
+        cursor = load(word_index) & CURSOR_MASK
+        if cursor == seen_cursor:
+            raise QueueClosedError("the other side of the ring is closed")
+        return cursor
 
-    def _spin(self, cursor_index: int, seen_cursor: int) -> bool:
-        """Look at a cursor for a short while; True when it moved.
+    def _spin(self, word_index: int, seen_cursor: int) -> bool:
+        """Look at a word for a short while; True when it changed.
 
         Between looks the core is offered to others, so that with more processes than cores nobody is kept from
         running by somebody who looks for its work.
@@ -157,7 +148,7 @@ class RingEnd:
         load = self._load
         for _ in range(self._spin_rounds):
             for _ in range(_LOOKS_PER_ROUND):
-                if load(cursor_index) != seen_cursor:
+                if load(word_index) != seen_cursor:
                     return True
             os.sched_yield()
         return False

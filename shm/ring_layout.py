@@ -3,11 +3,12 @@
 Called by: ring_end.py and ring_buffer.py in every process that has an end; by who plans and creates segments.
 
 Each line is 64 bytes: geometry (constant) | writer | reader 0 | ... | reader N-1 | data. A line of the writer or
-of a reader holds three words, written by its owner alone:
+of a reader holds one word, written by its owner alone: how many bytes it has published or released since the
+beginning (its cursor: records and padding, a multiple of 8), and in the lowest bit whether it has closed. So whatever
+an end has to tell is told by one store, and the word that says it is the word to sleep on.
 
-  cursor   bytes that its owner has published or released since the beginning, records and padding
-  event    counts publications or releases, and the closing: the word that the other side sleeps on
-  closed   1 once its owner has closed
+The kernel compares the low half of a word. An end stands still while it waits, and the other's cursor is never further
+from it than the capacity, which is below 4 GiB: a cursor that has moved has another low half.
 
 A record is an 8-byte header (its length in the low half, what it is in the high half) and its bytes, padded to 8.
 A record does not wrap: when it does not fit before the end, a padding record fills the rest. A record takes at
@@ -25,16 +26,18 @@ HEADER_BYTES = WORD_BYTES
 
 MAGIC = 0x5048_4C58_5249_4E47
 WORDS_PER_LINE = CACHE_LINE_BYTES // WORD_BYTES
-WRITER_LINE = WORDS_PER_LINE
-CURSOR, EVENT, CLOSED = 0, 1, 2
-"""Words of a line, counted from its first."""
+MAX_CAPACITY = (1 << 32) - CACHE_LINE_BYTES
+WRITER_WORD = WORDS_PER_LINE
+CLOSED = 1
+"""The bit of an end's word that is no part of its cursor."""
+CURSOR_MASK = (1 << 64) - WORD_BYTES
 RECORD, PADDING = 1 << 32, 2 << 32
 """What a header says beside a length."""
 LENGTH_MASK = (1 << 32) - 1
 
 
-def reader_line(index: int) -> int:
-    """Return the first word of reader `index`'s line."""
+def reader_word(index: int) -> int:
+    """Return where reader `index`'s word stands."""
     return (2 + index) * WORDS_PER_LINE
 
 
@@ -56,11 +59,13 @@ def max_record_bytes(capacity: int) -> int:
 def create_ring(name: str, *, capacity: int, num_readers: int) -> SharedSegment:
     """Make a segment and write the geometry of an empty ring into it.
 
-    capacity: data bytes, rounded up to a multiple of 64. Raises TransportError when there is no memory.
+    capacity: data bytes below 4 GiB, rounded up to a multiple of 64. Raises TransportError when there is no memory.
     """
     if not 1 <= num_readers <= MAX_READERS:
         raise ValueError(f"a ring has 1 to {MAX_READERS} readers, not {num_readers}")
     capacity = max(MIN_CAPACITY, -(-capacity // CACHE_LINE_BYTES) * CACHE_LINE_BYTES)
+    if capacity > MAX_CAPACITY:
+        raise ValueError(f"a ring holds at most {MAX_CAPACITY} bytes, not {capacity}")
     segment = SharedSegment.create(name, ring_bytes(capacity, num_readers))
     words = map_words(segment.buffer[:CACHE_LINE_BYTES])
     words.store(1, capacity)

@@ -119,12 +119,10 @@ def test_waking_only_known_sleepers_would_lose_a_wake_up(
 
     def advance_and_wake_known_sleepers(end: RingWriter, cursor: int) -> None:
         end._cursor = cursor
-        end._event += 1
-        end._store(end._own_cursor, cursor)
-        end._store(end._own_event, end._event)
-        address = end._words.address(end._own_event)
+        end._store(end._own, cursor)
+        address = end._words.address(end._own)
         futex: Any = end._futex
-        # The question is asked while the new event may still be in the store buffer.
+        # The question is asked while the new cursor may still be in the store buffer.
         if futex.has_sleepers(address):
             futex.wake(address)
 

@@ -87,7 +87,7 @@ def violates(scenario: Scenario, machine: Machine, *without: str) -> bool:
 def test_every_interleaving_delivers_everything_and_ends(scenario: Scenario, machine: Machine) -> None:
     num_states = explore(scenario(frozenset()), machine)
 
-    assert num_states > 500
+    assert num_states > 200
 
 
 @pytest.mark.parametrize("fence", FENCES)
@@ -235,8 +235,7 @@ class RecordingFutex:
 
 
 def name_of(index: int) -> str:
-    line, word = divmod(index, 8)
-    return f"{('constant', 'writer', 'reader0')[line]}.{('cursor', 'event', 'closed')[word]}"
+    return {8: "writer.word", 16: "reader0.word"}.get(index, "constant")
 
 
 def accesses_of(program: list[Operation]) -> list[str]:
@@ -249,9 +248,9 @@ def accesses_of(program: list[Operation]) -> list[str]:
             case Store() if ".queue" not in operation.location:
                 found.append(f"store {operation.location}")
             case KernelStore():
-                found.append(f"wake {operation.location.split('.')[0]}.event")
+                found.append(f"wake {operation.location.split('.')[0]}.word")
             case Sleep():
-                return [*found, f"sleep {operation.location.split('.')[0]}.event"]
+                return [*found, f"sleep {operation.location.split('.')[0]}.word"]
             case _:
                 pass
     return found
@@ -282,7 +281,7 @@ def test_the_code_publishes_and_reads_as_the_model(
     assert accesses == accesses_of(model.publish("writer", "writer", 1))
     accesses.clear()
     with reader.read(deadline_at=math.inf):
-        assert accesses == ["load writer.cursor"]
+        assert accesses == ["load writer.word"]
         accesses.clear()
     assert accesses == accesses_of(model.publish("reader", "reader0", 1))
 
@@ -294,7 +293,7 @@ def test_the_code_waits_as_the_model(recorded: tuple[RingWriter, RingReader, lis
     with pytest.raises(Asleep):
         reader.acquire(deadline_at=math.inf)
     look, *wait = accesses
-    assert look == "load writer.cursor"
+    assert look == "load writer.word"
     assert wait == accesses_of(model.wait("reader", "reader0", "writer", 1, "record"))
 
     writer.write(bytes(100))
@@ -303,7 +302,7 @@ def test_the_code_waits_as_the_model(recorded: tuple[RingWriter, RingReader, lis
     with pytest.raises(Asleep):
         writer.write(bytes(100), deadline_at=math.inf)
     look, *wait = accesses
-    assert look == "load reader0.cursor"
+    assert look == "load reader0.word"
     assert wait == accesses_of(model.wait("writer", "writer", "reader0", 1, "room"))
 
 

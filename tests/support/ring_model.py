@@ -3,19 +3,15 @@
 Each step below is a step of the code, in its order; test_ring_model.py has the code's own accesses compared with them.
 
   step                          in the model                        in the code
-  look for room                 load reader's cursor, acquire       RingWriter._wait_released
+  look for room                 load reader's word, acquire         RingWriter._wait_released
   copy in                       store data, plain                   RingWriter.write: data[position:end] = ...
-  publish, release              store cursor, release               RingEnd._advance
-                                store event, release                RingEnd._advance
+  publish, release              store word, release                 RingEnd._advance
                                 wake                                RingEnd._advance: _wake()
-  look for a record             load writer's cursor, acquire       RingReader.acquire
+  look for a record             load writer's word, acquire         RingReader.acquire
   copy out, decode              load data, plain                    who holds the view of RingReader.acquire
-  wait                          load event, acquire                 RingEnd._wait_past
-                                load closed, acquire                RingEnd._wait_past
-                                load cursor, acquire                RingEnd._wait_past
+  wait                          load word, acquire                  RingEnd._wait_past
                                 sleep                               RingEnd._wait_past: Futex.wait
-  close                         store closed, release               RingEnd.close
-                                store event, release                RingEnd.close
+  close                         store word, release                 RingEnd.close
                                 wake                                RingEnd.close: _wake()
   ring a bell                   fence, bell := 1                    RingWriter._publish: eventfd_write
   wait for a bell               sleep until bell = 1, bell := 0     WorkerGroup.wait_bell: poll, eventfd_read
@@ -24,43 +20,28 @@ The kernel: FUTEX_WAIT queues its caller, has a barrier, looks at the word, and 
 has a barrier, looks for somebody in the queue, and wakes. There are no timeouts here: in the code, a wait that ends by
 its slice would hide a lost wake-up for a quarter of a second; here it shows.
 
-A record is one slot, a cursor counts records. Padding is data like any other: it is published by the same cursor.
+A record is one slot, a cursor counts records; a word is twice the cursor, and one more when its owner has closed.
+Padding is data like any other: it is published by the same cursor. An end reads its own word only as it left it, so
+the load in RingEnd.close is none here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .memory_model import Check, Fence, Jump, KernelStore, Label, Load, Operation, Program, Sleep, Store
 
-FENCES = (
-    "writer publishes cursor",
-    "writer publishes event",
-    "reader publishes cursor",
-    "reader publishes event",
-    "reader looks at cursor",
-    "reader waits: event",
-    "reader waits: closed",
-    "reader waits: cursor",
-    "writer waits: event",
-)
+Condition = Callable[[dict[str, int]], bool]
+"""A question about registers, which are 0 before their first load."""
+
+FENCES = ("writer publishes", "reader publishes", "reader looks", "reader waits")
 """Each makes one load or store plain."""
-IMPLIED_FENCES = (
-    "writer looks at cursor",
-    "writer waits: cursor",
-    "writer waits: closed",
-    "closed",
-    "bell: barrier",
-)
+IMPLIED_FENCES = ("writer looks", "writer waits", "closes", "bell: barrier")
 """As FENCES, but something else orders these too. What a writer has loaded decides, by a branch, whether it stores, and
-no machine stores before it knows. A writer that is told of a reader's closing needs not be told of the room it left.
-Before a closing and before a bell stands the barrier of a wake-up, and after a closing the release of its event."""
+no machine stores before it knows. A closing tells of no more than the publication before it did, in the same word.
+Before a bell stands the barrier of a wake-up."""
 BARRIERS = ("kernel: wait", "kernel: wake")
 WAKES = ("wake: writer publishes", "wake: reader publishes", "wake: writer closes", "wake: reader closes")
-ORDERS = (
-    "event before cursor",
-    "wake before event",
-    "cursor looked at before event",
-    "closed looked at last",
-)
+ORDERS = ("wake before word", "asleep on what was looked at")
 BELLS = ("bell: rings", "bell: rings first", "bell: silenced last")
 
 
@@ -93,7 +74,7 @@ class Model:
                 program += self._look("writer", "writer", f"reader{reader}", number - self.num_slots, place)
             program.append(Store(f"data{number % self.num_slots}", number))
             program += self.publish("writer", "writer", number)
-        return [*program, *self.close("writer", "writer", self.num_records + 1), Label("end")]
+        return [*program, *self.close("writer", "writer", self.num_records), Label("end")]
 
     def reader(self, index: int, *, num_read: int | None = None) -> Program:
         """Read until the writer closes, or `num_read` records; then close."""
@@ -108,7 +89,7 @@ class Model:
         if num_read is None:
             program += self._look("reader", name, "writer", last + 1, "more")
             program.append(Check("no record comes after the last", (), lambda _: False))
-        return [*program, Label("end"), *self.close("reader", name, last + 1)]
+        return [*program, Label("end"), *self.close("reader", name, last)]
 
     def ringer(self, name: str) -> Program:
         """Publish one record to who waits for a bell."""
@@ -118,7 +99,7 @@ class Model:
 
     def listener(self, names: tuple[str, ...]) -> Program:
         """Wait by the bell until every ring of `names` has its record."""
-        looks: list[Operation] = [Load(name, f"{name}.cursor", acquire=True) for name in names]
+        looks: list[Operation] = [Load(name, _word(name), acquire=True) for name in names]
         done = Jump("end", names, lambda registers: all(registers[name] for name in names))
         silence: list[Operation] = [KernelStore("bell", 0), Fence()]
         if "bell: silenced last" in self.without:
@@ -127,38 +108,23 @@ class Model:
 
     def publish(self, side: str, owner: str, number: int) -> list[Operation]:
         """Make a cursor known: what a writer does with a record, and a reader with room."""
-        cursor = self._store(f"{side} publishes cursor", f"{owner}.cursor", number)
-        event = self._store(f"{side} publishes event", f"{owner}.event", number)
+        word = self._store(f"{side} publishes", _word(owner), 2 * number)
         wake = self._wake(f"wake: {side} publishes", owner)
-        if "event before cursor" in self.without:
-            return [event, cursor, *wake]
-        if "wake before event" in self.without:
-            return [cursor, *wake, event]
-        return [cursor, event, *wake]
+        return [*wake, word] if "wake before word" in self.without else [word, *wake]
 
-    def close(self, side: str, owner: str, event: int) -> list[Operation]:
-        """Close an end."""
-        return [
-            self._store("closed", f"{owner}.closed", 1),
-            self._store(f"{side} publishes event", f"{owner}.event", event),
-            *self._wake(f"wake: {side} closes", owner),
-        ]
+    def close(self, side: str, owner: str, cursor: int) -> list[Operation]:
+        """Close an end whose cursor stands at `cursor`."""
+        word = self._store("closes", _word(owner), 2 * cursor + 1)
+        return [word, *self._wake(f"wake: {side} closes", owner)]
 
     def wait(self, side: str, name: str, owner: str, needed: int, place: str) -> list[Operation]:
         """Have `name` wait until `owner`'s cursor has come to `needed`, or go to "end" when it has closed before."""
-        event = self._load(f"{side} waits: event", "event", f"{owner}.event")
-        closed = self._load(f"{side} waits: closed", "closed", f"{owner}.closed")
-        cursor = self._load(f"{side} waits: cursor", _seen(owner), f"{owner}.cursor")
-        looks = [event, closed, cursor]
-        if "cursor looked at before event" in self.without:
-            looks = [cursor, event, closed]
-        if "closed looked at last" in self.without:
-            looks = [event, cursor, closed]
+        seen = _seen(owner)
         return [
             Label(f"{place} wait"),
-            *looks,
-            Jump(f"{place} there", (_seen(owner),), _at_least(_seen(owner), needed)),
-            Jump("end", ("closed",), _is("closed", 1)),
+            self._load(f"{side} waits", seen, _word(owner)),
+            Jump(f"{place} there", (seen,), _has_come(seen, needed)),
+            Jump("end", (seen,), _has_closed(seen)),
             *self._sleep(name, owner, place),
             _goto(f"{place} wait"),
         ]
@@ -167,30 +133,35 @@ class Model:
         self, side: str, name: str, owner: str, needed: int, place: str, *, ends_early: bool = True
     ) -> list[Operation]:
         """Go on when `owner`'s cursor is known to have come to `needed`, else look at it, else wait."""
-        there = Jump(f"{place} there", (_seen(owner),), _at_least(_seen(owner), needed))
+        seen = _seen(owner)
+        there = Jump(f"{place} there", (seen,), _has_come(seen, needed))
         wait = self.wait(side, name, owner, needed, place)
         if not ends_early:
             # A record that was published before the closing is never missed.
             at = next(i for i, op in enumerate(wait) if isinstance(op, Jump) and op.label == "end")
-            wait[at] = Check("the closing is not seen before the last record", ("closed",), _is("closed", 0))
+            is_open = Check("the closing is not seen before the last record", (seen,), _is_open(seen))
+            wait[at] = is_open
         return [
             there,
-            self._load(f"{side} looks at cursor", _seen(owner), f"{owner}.cursor"),
+            self._load(f"{side} looks", seen, _word(owner)),
             there,
             *wait,
             Label(f"{place} there"),
         ]
 
     def _sleep(self, name: str, owner: str, place: str) -> list[Operation]:
-        """FUTEX_WAIT on `owner`'s event. One queue for each pair of sleeper and word."""
+        """FUTEX_WAIT on `owner`'s word. One queue for each pair of sleeper and word."""
         queue = f"{owner}.queue.{name}"
+        seen = _seen(owner)
+        expected: list[Operation] = []
+        if "asleep on what was looked at" in self.without:
+            expected = [self._load("again", seen, _word(owner))]
         return [
+            *expected,
             Store(queue, 1),
             *self._only("kernel: wait", [Fence()]),
-            Load("now", f"{owner}.event"),
-            Jump(
-                f"{place} asleep", ("now", "event"), lambda registers: registers["now"] == registers["event"]
-            ),
+            Load("now", _word(owner)),
+            Jump(f"{place} asleep", ("now", seen), lambda registers: registers["now"] == registers[seen]),
             Store(queue, 0),
             _goto(f"{place} wait"),
             Label(f"{place} asleep"),
@@ -198,7 +169,7 @@ class Model:
         ]
 
     def _wake(self, name: str, owner: str) -> list[Operation]:
-        """FUTEX_WAKE on `owner`'s event."""
+        """FUTEX_WAKE on `owner`'s word."""
         readers = [f"reader{index}" for index in range(self.num_readers)]
         sleepers = readers if owner == "writer" else ["writer"]
         barrier = self._only("kernel: wake", [Fence()])
@@ -214,29 +185,28 @@ class Model:
         return Store(location, value, release=name not in self.without)
 
 
+def _word(owner: str) -> str:
+    return f"{owner}.word"
+
+
 def _seen(owner: str) -> str:
     return f"seen {owner}"
 
 
-def _is(register: str, value: int) -> "Condition":
-    return Condition(register, value, exactly=True)
+def _is(register: str, value: int) -> Condition:
+    return lambda registers: registers.get(register, 0) == value
 
 
-def _at_least(register: str, value: int) -> "Condition":
-    return Condition(register, value, exactly=False)
+def _has_come(register: str, cursor: int) -> Condition:
+    return lambda registers: registers.get(register, 0) >> 1 >= cursor
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A comparison of a register, 0 before its first load, with a number."""
+def _has_closed(register: str) -> Condition:
+    return lambda registers: registers.get(register, 0) & 1 == 1
 
-    register: str
-    value: int
-    exactly: bool
 
-    def __call__(self, registers: dict[str, int]) -> bool:
-        known = registers.get(self.register, 0)
-        return known == self.value if self.exactly else known >= self.value
+def _is_open(register: str) -> Condition:
+    return lambda registers: registers.get(register, 0) & 1 == 0
 
 
 def _goto(label: str) -> Jump:
