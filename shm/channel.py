@@ -41,9 +41,7 @@ class Sender:
         folder: Path | None = None,
     ) -> None:
         self.ring = ring
-        self._epoch = epoch
-        self._rank = rank
-        self._encoder = FrameEncoder()
+        self._encoder = FrameEncoder(epoch=epoch, rank=rank)
         self._oversize = OversizeSender(ring, oversize, folder) if oversize is not None else None
 
     def send(
@@ -60,17 +58,15 @@ class Sender:
         Raises ProtocolError when the message cannot be encoded, else as `RingWriter.write`. A frame above the limit
         of the ring may take the readers longer; MessageTooLargeError when it is above the limit for those, too.
         """
-        header = FrameHeader(epoch=self._epoch, call_id=call_id, rank=self._rank, kind=kind)
-        pieces = self._encoder.encode(header, message, buffers)
+        pieces = self._encoder.encode(kind, call_id, message, buffers)
         try:
             self.ring.write(*pieces, deadline_at=deadline_at)
         except MessageTooLargeError as error:
             if self._oversize is None:
                 raise
             ticket = self._oversize.wait_room(error.num_bytes, deadline_at)
-            header = FrameHeader(epoch=self._epoch, call_id=call_id, rank=self._rank, kind=FrameKind.TICKET)
-            record = b"".join(self._encoder.encode(header, ticket))
-            self._oversize.send(ticket, record, pieces, deadline_at)
+            (record,) = self._encoder.encode(FrameKind.TICKET, call_id, ticket)
+            self._oversize.send(ticket, bytes(record), pieces, deadline_at)
 
     def close(self) -> None:
         """Close the ring's writing end; waits shortly for readers of what went beside it. Idempotent."""
@@ -87,6 +83,8 @@ class Receiver(Generic[T]):
         self._decoder = FrameDecoder[Any]({**types, FrameKind.TICKET: Ticket})
         self._payload_decoder = FrameDecoder[T](types)
         self._oversize = OversizeReceiver(ring)
+        # One for all: a channel gives one frame at a time.
+        self._receiving = Receiving(self)
 
     def receive(self, *, deadline_at: float | None = None) -> "Receiving[T]":
         """Give the next frame to a `with` block; its buffers live until the end of the block.
@@ -95,7 +93,8 @@ class Receiver(Generic[T]):
         ProtocolError for a frame that does not decode (it is consumed), else as `RingReader.acquire`; after
         QueueTimeoutError the same frame comes again.
         """
-        return Receiving(self, deadline_at)
+        self._receiving._deadline_at = deadline_at
+        return self._receiving
 
     def close(self) -> None:
         """Close the ring's reading end. Idempotent."""
@@ -104,35 +103,38 @@ class Receiver(Generic[T]):
 
 
 class Receiving(Generic[T]):
-    """The receipt of one frame in a `with` block. Made by `Receiver.receive`."""
+    """The receipt of one frame in a `with` block. Used by `Receiver.receive`."""
 
-    __slots__ = ("_deadline_at", "_frame", "_payload", "_receiver")
+    __slots__ = ("_buffers", "_deadline_at", "_payload", "_receiver", "_ring")
 
-    def __init__(self, receiver: Receiver[T], deadline_at: float | None) -> None:
+    def __init__(self, receiver: Receiver[T]) -> None:
         self._receiver = receiver
-        self._deadline_at = deadline_at
+        self._ring = receiver.ring
+        self._deadline_at: float | None = None
         self._payload: memoryview | None = None
+        self._buffers: tuple[memoryview, ...] = ()
 
     def __enter__(self) -> Frame[T]:
-        ring = self._receiver.ring
-        view = ring.acquire(deadline_at=self._deadline_at)
+        view = self._ring.acquire(deadline_at=self._deadline_at)
         try:
-            frame = self._receiver._decoder.decode(view)
-            message = frame.message
-            self._frame: Frame[T] = self._take_payload(message) if isinstance(message, Ticket) else frame
+            frame: Frame[T] = self._receiver._decoder.decode(view)
+            if isinstance(frame.message, Ticket):
+                frame = self._take_payload(frame.message)
         except ProtocolError:
             self._release()
             raise
         except BaseException:
-            ring.put_back()
+            self._ring.put_back()
             raise
-        return self._frame
+        self._buffers = frame.buffers
+        return frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for buffer in self._frame.buffers:
+        for buffer in self._buffers:
             buffer.release()
+        self._buffers = ()
         self._release()
 
     def _take_payload(self, ticket: Ticket) -> Frame[T]:
@@ -143,7 +145,8 @@ class Receiving(Generic[T]):
     def _release(self) -> None:
         if self._payload is not None:
             self._payload.release()
-        self._receiver.ring.release()
+            self._payload = None
+        self._ring.release()
 
 
 class CallSequence:

@@ -63,29 +63,31 @@ class Frame(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class FrameEncoder:
-    """Encodes messages to the pieces of a frame, which the ring gathers. One thread."""
+    """Encodes messages of one epoch and rank to the pieces of a frame, which the ring gathers. One thread."""
 
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+    def __init__(self, *, epoch: int, rank: int) -> None:
+        self._epoch = epoch
+        self._rank = rank
+        self._encode = msgspec.msgpack.Encoder().encode
 
     def encode(
-        self, header: FrameHeader, message: object, buffers: Sequence[bytes | memoryview] = ()
+        self, kind: FrameKind, call_id: int, message: object, buffers: Sequence[bytes | memoryview] = ()
     ) -> list[bytes | memoryview]:
-        """Return the pieces that make up the frame, in order; `buffers` are not copied.
+        """Return the pieces that make up the frame, in order: header and body, then each buffer after its length.
+
+        The buffers are not copied.
 
         Raises ProtocolError for a message that msgpack cannot carry, or too many buffers.
         """
         if len(buffers) > MAX_BUFFERS:
             raise ProtocolError(f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed")
         try:
-            body = self._encoder.encode(message)
-            head = _HEADER.pack(
-                header.epoch, header.call_id, header.rank, header.kind, len(buffers), len(body)
-            )
+            body = self._encode(message)
+            head = _HEADER.pack(self._epoch, call_id, self._rank, kind, len(buffers), len(body)) + body
         except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
             raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
-        pieces: list[bytes | memoryview] = [head, body]
-        position = _HEADER.size + len(body)
+        pieces: list[bytes | memoryview] = [head]
+        position = len(head)
         for buffer in buffers:
             num_bytes = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
             pieces.append(_ZEROS[: -position % _ALIGNMENT] + _LENGTH.pack(num_bytes))

@@ -288,7 +288,9 @@ class RingReader(RingEnd):
         if self._published == cursor:
             word = self._load(WRITER_WORD)
             # Above it also when the writer has closed: then there is nothing to read but the bit.
-            self._published = word if word & CLOSED == 0 and word != cursor else self._await_record(deadline_at)
+            self._published = (
+                word if word & CLOSED == 0 and word != cursor else self._await_record(deadline_at)
+            )
         capacity = self.capacity
         offset = cursor % capacity
         header = self._headers[offset >> 3]

@@ -65,9 +65,7 @@ class RingEnd:
     reader: index of this reader, or None for the writer
     """
 
-    def __init__(
-        self, segment: SharedSegment, reader: int | None, is_peer_alive: Callable[[], bool]
-    ) -> None:
+    def __init__(self, segment: SharedSegment, reader: int | None, is_peer_alive: Callable[[], bool]) -> None:
         head = map_words(segment.buffer[:CACHE_LINE_BYTES])
         magic, self.capacity, self.num_readers = head.load(0), head.load(1), head.load(2)
         head.close()

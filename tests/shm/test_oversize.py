@@ -17,7 +17,7 @@ import zmq
 
 from phalanx.shm import oversize
 from phalanx.shm.channel import Receiver, Sender
-from phalanx.shm.codec import FrameHeader, FrameKind
+from phalanx.shm.codec import FrameKind
 from phalanx.shm.errors import (
     MessageTooLargeError,
     ProtocolError,
@@ -238,7 +238,7 @@ def test_a_frame_whose_payload_is_late_comes_again(make_channel: MakeChannel) ->
     with pytest.raises(QueueTimeoutError):
         receive(receiver, soon(0.02))
 
-    pieces = sender._encoder.encode(_header(FrameKind.REQUEST), 7, [b"late"])
+    pieces = sender._encoder.encode(FrameKind.REQUEST, 0, 7, [b"late"])
     _push(sender, ticket.serial, b"".join(pieces)[:10].ljust(10))
     with pytest.raises(ProtocolError, match="does not decode"):
         receive(receiver, soon())
@@ -332,12 +332,8 @@ def test_a_sender_closes_in_time_when_nobody_reads(make_channel: MakeChannel) ->
     assert time.monotonic() - began_at < 2.0
 
 
-def _header(kind: FrameKind) -> FrameHeader:
-    return FrameHeader(epoch=0, call_id=0, rank=0, kind=kind)
-
-
 def _write_ticket(sender: Sender, ticket: Ticket) -> None:
-    sender.ring.write(b"".join(sender._encoder.encode(_header(FrameKind.TICKET), ticket)))
+    sender.ring.write(*sender._encoder.encode(FrameKind.TICKET, 0, ticket))
 
 
 def _push(sender: Sender, serial: int, payload: bytes) -> None:
