@@ -29,6 +29,7 @@ FIELDS = {
     "device": ("--device", "parallel.device"),
     "dtype": ("--dtype", "model.dtype"),
     "max_model_len": ("--max-model-len", "model.max_model_len"),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", "cache.memory_utilization"),
     "host": ("--host", "server.host"),
     "port": ("--port", "server.port"),
     "served_model_name": ("--served-model-name", "server.served_model_name"),
@@ -81,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16 (auto)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output, in tokens")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="PART",
+                       help="part of a GPU's memory that one rank may use in all (0.9)")  # fmt: skip
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     group.add_argument("--port", type=int, metavar="N", help="port to listen on; 0: any free one (8000)")

@@ -1,15 +1,18 @@
 """Weights: from a checkpoint on disk straight into this rank's parameters.
 
 Called by: Worker.start(). Each rank reads only its slices; the files are mapped, so no rank ever holds a whole
-tensor that it does not need, and there is no second copy of the model.
+tensor that it does not need, and there is no second copy of the model. Onto a GPU several threads read and copy
+(device_upload.py); on CPU the copy itself has threads.
 """
 
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from .config import LoadFormat
+from .device_upload import upload_all
 from .errors import WeightsError
 from .layers.shard import TensorShard
 from .models.causal_lm import CausalLM
@@ -55,9 +58,20 @@ def _load(model: CausalLM, shards: list[TensorShard], source: TensorSource, path
             raise WeightsError(
                 f"the tensor {shard.name} has the shape {shape}, and should have {shard.full_shape}"
             )
-        if shard.span is None or shard.span.size:
-            # The copy converts the dtype.
-            shard.target.copy_(source.read(name, dim=shard.dim, span=shard.span))
+    held = [shard for shard in shards if shard.span is None or shard.span.size]
+    # The copies convert the dtype.
+    if held and held[0].target.device.type == "cuda":
+        upload_all(
+            ((shard.target, partial(_read, source, found[shard.name], shard)) for shard in held),
+            held[0].target.device,
+        )
+        return
+    for shard in held:
+        shard.target.copy_(_read(source, found[shard.name], shard))
+
+
+def _read(source: TensorSource, name: str, shard: TensorShard) -> torch.Tensor:
+    return source.read(name, dim=shard.dim, span=shard.span)
 
 
 def _fill_dummy(shard: TensorShard, seed: int) -> None:

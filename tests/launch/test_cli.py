@@ -24,6 +24,7 @@ FLAGS = [
     "--dp",
     "--dry-run",
     "--dtype",
+    "--gpu-memory-utilization",
     "--help",
     "--host",
     "--max-model-len",
@@ -57,6 +58,8 @@ parallelism:
 model:
   --dtype NAME          auto, float32, bfloat16 or float16 (auto)
   --max-model-len N     longest prompt plus output, in tokens
+  --gpu-memory-utilization PART
+                        part of a GPU's memory that one rank may use in all (0.9)
 
 server:
   --host ADDRESS        address to listen on (127.0.0.1)

@@ -1,15 +1,19 @@
 """Loading checkpoints: whole, in several files, dummy, and wrong ones."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.config import LoadFormat
+from phalanx.workers.device_upload import chunks
 from phalanx.workers.errors import WeightsError
 from phalanx.workers.models.llama import LlamaForCausalLM
 from phalanx.workers.partition import make_partition
@@ -151,3 +155,19 @@ def test_an_unknown_architecture_lists_those_that_there_are(tmp_path: Path) -> N
         ConfigError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM, Mistral"
     ):
         make_worker(tmp_path).start()
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    element_bytes=st.sampled_from([1, 2, 4]),
+    max_bytes=st.integers(1, 500),
+)
+def test_the_pieces_of_an_upload_cover_a_tensor_once(
+    shape: list[int], element_bytes: int, max_bytes: int
+) -> None:
+    pieces = list(chunks(torch.Size(shape), element_bytes, max_bytes))
+
+    rows = [row for first, num_rows in pieces for row in range(first, first + num_rows)]
+    assert rows == list(range(shape[0]))
+    row_bytes = math.prod(shape[1:]) * element_bytes
+    assert all(num_rows == 1 or num_rows * row_bytes <= max_bytes for _, num_rows in pieces)
