@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import zmq
@@ -30,11 +30,18 @@ log = logging.getLogger(__name__)
 class DpClient:
     """Send each request to the replica that the balancer picks; collect the outputs of all.
 
-    Implements `CoreClient`. replay_wait_s: how long a lost request may wait for a replica.
+    Implements `CoreClient`. replay_wait_s: how long a lost request may wait for a replica, by `clock`.
     """
 
-    def __init__(self, connection: FrontEndConnection, *, replay_wait_s: float) -> None:
+    def __init__(
+        self,
+        connection: FrontEndConnection,
+        *,
+        replay_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._connection = connection
+        self._clock = clock
         self._replay = ReplayLog(wait_s=replay_wait_s)
         self._balancer = LeastLoadedBalancer()
         self._replicas: dict[int, ReplicaInfo] = {}
@@ -108,7 +115,7 @@ class DpClient:
             raise PoisonousRequestError()
         # Samples of one prompt come one after the other, and share its blocks.
         group_id, dp_rank = self._last_group
-        if request.group_id is None or request.group_id != group_id or dp_rank not in self._ready():
+        if request.group_id is None or request.group_id != group_id or dp_rank not in self._usable():
             dp_rank = self._choose()
         self._last_group = (request.group_id, dp_rank)
         self._replay.admit(request, dp_rank)
@@ -169,8 +176,13 @@ class DpClient:
     def _ready(self) -> list[int]:
         return [rank for rank, replica in self._replicas.items() if replica.state is ReplicaState.READY]
 
+    def _usable(self) -> list[int]:
+        """Replicas that may get a request: not the one where a suspect is tried, unless there is no other."""
+        ready = self._ready()
+        return [rank for rank in ready if rank != self._replay.on_trial] or ready
+
     def _choose(self) -> int:
-        inflight = {rank: self._replay.num_unfinished(rank) for rank in self._ready()}
+        inflight = {rank: self._replay.num_unfinished(rank) for rank in self._usable()}
         return self._balancer.choose(list(inflight), inflight, self._stats)
 
     def _send(self, dp_rank: int, request: EngineCoreRequest) -> None:
@@ -190,7 +202,7 @@ class DpClient:
         assert self._sockets is not None
         self._sockets.disconnect(dp_rank)
         num_lost = self._replay.num_unfinished(dp_rank)
-        self._tell(self._replay.lose(dp_rank, time.monotonic()))
+        self._tell(self._replay.lose(dp_rank, self._clock()))
         log.warning("replica lost dp_rank=%d requests=%d", dp_rank, num_lost)
 
     def _send_lost_requests(self) -> None:
@@ -212,12 +224,12 @@ class DpClient:
             self._expiry.cancel()
             self._expiry = None
         if expiry_at is not None:
-            delay_s = max(0.0, expiry_at - time.monotonic())
+            delay_s = max(0.0, expiry_at - self._clock())
             self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
-        self._tell(self._replay.expire(time.monotonic()))
+        self._tell(self._replay.expire(self._clock()))
         self._send_lost_requests()
 
     def _tell(self, outputs: list[EngineCoreOutput]) -> None:

@@ -6,10 +6,12 @@ stream simply wait. A request continues from its prompt and all tokens received 
 path by which a preempted request is resumed; see `EngineCoreRequest.attempt`.
 
 Who is to blame. A request whose own contents kill a replica must not kill them all. A request that was lost before
-it made any token in this attempt is a suspect. One that is a suspect twice in a row, alone, is blamed: it ends with
-an error, and its fingerprint is remembered. When several are, each is tried alone; the first that makes a token
-again is cleared, and the one with which another replica dies is blamed. Requests that make progress are never
-suspects, however often their replicas are killed.
+it made any token in this attempt is a suspect. One that is a suspect twice in a row, and the second time the only one,
+is blamed: it ends with an error, its equals that were lost with it do too, and its fingerprint is remembered. When
+there are several, each is tried alone: the first that makes a token again is cleared, and the one with which another
+replica dies is blamed. No new request should be sent where one is on trial (`on_trial`); where that cannot be helped
+the trial is repeated, a few times. Requests that make progress are never suspects, however often their replicas are
+killed.
 """
 
 import hashlib
@@ -23,6 +25,8 @@ from ..engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 MAX_FINGERPRINTS = 1024
 """Blamed requests that are remembered, the newest ones."""
 _SUSPECT_LIMIT = 2
+_MAX_TRIALS = 3
+"""Replicas that may be lost with a request on trial, and with others that had just come there."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class _Entry:
     output_token_ids: list[int] = field(default_factory=list)
     made_progress: bool = False
     num_suspicions: int = 0
+    num_trials: int = 0
     parked_at: float = 0.0
     has_told_cached_tokens: bool = False
 
@@ -60,7 +65,9 @@ class ReplayLog:
         self._wait_s = wait_s
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[str, None] = {}
-        self._on_probation: str | None = None
+        self._trial_id: str | None = None
+        # Replicas where a request without a token was dropped: it may be what the next loss is due to.
+        self._unclear_ranks: set[int] = set()
         self._blamed: OrderedDict[bytes, None] = OrderedDict()
         self._num_replayed = 0
         self._num_expired = 0
@@ -96,7 +103,7 @@ class ReplayLog:
                 # Above this class there was only ever one attempt.
                 output = msgspec.structs.replace(output, attempt=entry.request.attempt)
             if output.finish_reason is not None:
-                self.forget(output.request_id)
+                self._remove(output.request_id)
             news.append(output)
         return news
 
@@ -115,13 +122,26 @@ class ReplayLog:
                 entry.num_suspicions += 1
                 suspects.append(name)
             entry.made_progress = False
-        convicts = [name for name in suspects if self._entries[name].num_suspicions >= _SUSPECT_LIMIT]
-        if self._on_probation in lost:
-            convicts = [name for name in convicts if name == self._on_probation]
-            self._on_probation = None
-        if len(convicts) != 1:
-            return []
-        return [self._blame(convicts[0])]
+        is_alone = len(suspects) == 1 and dp_rank not in self._unclear_ranks
+        self._unclear_ranks.discard(dp_rank)
+        convict_id = None
+        if self._trial_id in lost:
+            convict_id, self._trial_id = self._trial_id, None
+        elif len(suspects) == 1:
+            convict_id = suspects[0]
+        if convict_id is not None and self._is_guilty(convict_id, is_alone=is_alone):
+            return self._blame(convict_id)
+        if any(self._entries[name].num_suspicions >= _SUSPECT_LIMIT for name in suspects):
+            # One of them did it, perhaps one that was never suspected before.
+            for name in suspects:
+                entry = self._entries[name]
+                entry.num_suspicions = max(entry.num_suspicions, _SUSPECT_LIMIT)
+        return []
+
+    @property
+    def on_trial(self) -> int | None:
+        """The replica where a suspect is tried: others should go elsewhere. None: there is none."""
+        return self._entries[self._trial_id].dp_rank if self._trial_id is not None else None
 
     def replayable(self) -> list[EngineCoreRequest]:
         """Return the parked requests that may be sent now, as they must be sent; `replayed` says they were."""
@@ -129,9 +149,9 @@ class ReplayLog:
         for name in self._parked:
             entry = self._entries[name]
             if entry.num_suspicions >= _SUSPECT_LIMIT:
-                if self._on_probation not in (None, name):
+                if self._trial_id not in (None, name):
                     continue
-                self._on_probation = name
+                self._trial_id = name
             ready.append(
                 msgspec.structs.replace(
                     entry.request, attempt=entry.attempt, output_token_ids=list(entry.output_token_ids)
@@ -156,12 +176,13 @@ class ReplayLog:
         return min((self._entries[name].parked_at + self._wait_s for name in self._parked), default=None)
 
     def forget(self, request_id: str) -> int | None:
-        """Drop a request: finished or aborted. Returns the replica that computes it, None when there is none."""
-        entry = self._entries.pop(request_id, None)
-        self._parked.pop(request_id, None)
-        if self._on_probation == request_id:
-            self._on_probation = None
-        return entry.dp_rank if entry is not None else None
+        """Drop a request whose client left. Returns the replica that computes it, None when there is none."""
+        entry = self._remove(request_id)
+        if entry is None or entry.dp_rank is None:
+            return None
+        if not entry.made_progress:
+            self._unclear_ranks.add(entry.dp_rank)
+        return entry.dp_rank
 
     def num_unfinished(self, dp_rank: int) -> int:
         """Requests of this front end that a replica computes."""
@@ -180,26 +201,43 @@ class ReplayLog:
     def check_invariants(self) -> None:
         """Raise AssertionError when parked and unfinished requests disagree."""
         assert set(self._parked) == {name for name, entry in self._entries.items() if entry.dp_rank is None}
-        assert self._on_probation is None or self._on_probation in self._entries
+        assert self._trial_id is None or self._trial_id in self._entries
+
+    def _remove(self, request_id: str) -> _Entry | None:
+        self._parked.pop(request_id, None)
+        if self._trial_id == request_id:
+            self._trial_id = None
+        return self._entries.pop(request_id, None)
 
     def _clear(self, request_id: str, entry: _Entry) -> None:
         entry.made_progress = True
-        entry.num_suspicions = 0
-        if self._on_probation == request_id:
-            self._on_probation = None
+        entry.num_suspicions = entry.num_trials = 0
+        if self._trial_id == request_id:
+            self._trial_id = None
 
-    def _blame(self, request_id: str) -> EngineCoreOutput:
+    def _is_guilty(self, request_id: str, *, is_alone: bool) -> bool:
+        """Judge a suspect whose replica was lost. is_alone: it was the only suspect there."""
+        entry = self._entries[request_id]
+        if entry.num_suspicions < _SUSPECT_LIMIT:
+            return False
+        entry.num_trials += 1
+        return is_alone or entry.num_trials >= _MAX_TRIALS
+
+    def _blame(self, request_id: str) -> list[EngineCoreOutput]:
+        """Remember a request, and end it with all that are lost and equal to it."""
         self._num_blamed += 1
-        self._blamed[_fingerprint(self._entries[request_id].request)] = None
+        fingerprint = _fingerprint(self._entries[request_id].request)
+        self._blamed[fingerprint] = None
         while len(self._blamed) > MAX_FINGERPRINTS:
             self._blamed.popitem(last=False)
-        return self._end(
-            request_id, "two replicas in a row were lost as soon as they began it", is_poisonous=True
-        )
+        reason = "two replicas in a row were lost as soon as they began it"
+        outputs = [self._end(request_id, reason, is_poisonous=True)]
+        equals = [name for name in self._parked if _fingerprint(self._entries[name].request) == fingerprint]
+        return outputs + [self._end(name, reason, is_poisonous=True) for name in equals]
 
     def _end(self, request_id: str, reason: str, *, is_poisonous: bool = False) -> EngineCoreOutput:
         entry = self._entries[request_id]
-        self.forget(request_id)
+        self._remove(request_id)
         return EngineCoreOutput(
             request_id=request_id,
             attempt=entry.request.attempt,

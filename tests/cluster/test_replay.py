@@ -123,6 +123,64 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_blamed_and_remembered(log
     assert not log.is_blamed(make_request("other", prompt=(1, 2, 4)))
 
 
+def test_a_newcomer_is_not_blamed_for_what_dies_beside_it(log: ReplayLog) -> None:
+    # Poison that had made tokens before is a suspect for the first time when the innocent is for the second.
+    log.admit(make_request("poison"), 0)
+    log.accept([tokens("poison", 5)])
+    log.admit(make_request("innocent", prompt=(9,)), 0)
+    assert lose_and_replay(log, 0) == []
+
+    assert lose_and_replay(log, 0) == []
+
+    assert log.on_trial == 0
+    assert log.num_unfinished(0) == 1, "the other one waits for its turn"
+
+
+def test_nobody_is_blamed_when_the_culprit_may_have_left(log: ReplayLog) -> None:
+    log.admit(make_request("innocent", prompt=(9,)), 0)
+    lose_and_replay(log, 0)
+    log.admit(make_request("poison"), 0)
+    log.forget("poison")
+
+    assert lose_and_replay(log, 0) == []
+    assert not log.is_blamed(make_request("later", prompt=(9,)))
+
+
+def test_a_trial_that_is_never_undisturbed_ends_all_the_same(log: ReplayLog) -> None:
+    """One replica, newcomers all the time; it dies whenever it has the poison."""
+    log.admit(make_request("poison"), 0)
+    ended: list[EngineCoreOutput] = []
+    num_lost = 0
+    for number in range(40):
+        log.admit(make_request(f"new{number}", prompt=(number,)), 0)
+        if log._entries["poison"].dp_rank == 0:
+            num_lost += 1
+            ended += log.lose(0, now=1.0)
+        else:
+            for name, entry in list(log._entries.items()):
+                if entry.dp_rank == 0:
+                    log.accept([tokens(name, 5, attempt=entry.attempt)])
+        if ended:
+            break
+        for request in log.replayable():
+            log.replayed(request.request_id, 0)
+
+    assert [output.request_id for output in ended] == ["poison"]
+    assert num_lost <= 5
+
+
+def test_equal_requests_that_are_lost_together_end_together(log: ReplayLog) -> None:
+    log.admit(make_request("first"), 0)
+    log.admit(make_request("second"), 0)
+    lose_and_replay(log, 0)
+    lose_and_replay(log, 0)
+
+    ended = lose_and_replay(log, 0)
+
+    assert {output.request_id for output in ended} == {"first", "second"}
+    assert all(output.is_poisonous for output in ended)
+
+
 def test_a_request_that_makes_progress_is_never_blamed(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
 

@@ -1,0 +1,217 @@
+"""Bugs to plant into the real parts, one at a time: a simulator that does not find them proves nothing.
+
+Each is one that somebody might write: a forgotten case, a missing comparison, a message not sent.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from phalanx.cluster.dp_client import DpClient
+from phalanx.cluster.load_balancer import LeastLoadedBalancer
+from phalanx.cluster.load_table import LoadTable
+from phalanx.cluster.messages import FleetUpdate, ReplicaState
+from phalanx.cluster.replay import ReplayLog
+from phalanx.cluster.supervision import ChildExited, Event, PublishFleet, Supervision, Tick
+from phalanx.engine.core_proc import EngineCoreLoop
+from phalanx.engine.messages import ClientHello, EngineCoreOutput, EngineCoreRequest, EngineStats
+
+Patch = Callable[[], Any]
+
+
+def outputs_of_older_attempts_are_taken() -> Any:
+    original = ReplayLog.accept
+
+    def accept(self: ReplayLog, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        entries = self._entries
+        return original(
+            self,
+            [
+                msgspec.structs.replace(output, attempt=entries[output.request_id].attempt)
+                if output.request_id in entries
+                else output
+                for output in outputs
+            ],
+        )
+
+    return patch.object(ReplayLog, "accept", accept)
+
+
+def a_replay_begins_at_the_prompt() -> Any:
+    original = ReplayLog.replayable
+
+    def replayable(self: ReplayLog) -> list[EngineCoreRequest]:
+        return [msgspec.structs.replace(request, output_token_ids=[]) for request in original(self)]
+
+    return patch.object(ReplayLog, "replayable", replayable)
+
+
+def a_replay_is_sent_as_the_same_attempt() -> Any:
+    original = ReplayLog.lose
+
+    def lose(self: ReplayLog, dp_rank: int, now: float) -> list[EngineCoreOutput]:
+        lost = [entry for entry in self._entries.values() if entry.dp_rank == dp_rank]
+        outputs = original(self, dp_rank, now)
+        for entry in lost:
+            entry.attempt -= 1
+        return outputs
+
+    return patch.object(ReplayLog, "lose", lose)
+
+
+def an_aborted_request_stays_parked() -> Any:
+    original = ReplayLog.forget
+
+    def forget(self: ReplayLog, request_id: str) -> int | None:
+        entry = self._entries.get(request_id)
+        return original(self, request_id) if entry is None or entry.dp_rank is not None else None
+
+    return patch.object(ReplayLog, "forget", forget)
+
+
+def every_suspect_of_a_second_loss_is_blamed() -> Any:
+    original = ReplayLog.lose
+
+    def lose(self: ReplayLog, dp_rank: int, now: float) -> list[EngineCoreOutput]:
+        suspects = [
+            name
+            for name, entry in self._entries.items()
+            if entry.dp_rank == dp_rank and not entry.made_progress and entry.num_suspicions == 1
+        ]
+        outputs = original(self, dp_rank, now)
+        blamed = [self._blame(name) for name in suspects if name in self._entries]
+        return outputs + [output for more in blamed for output in more]
+
+    return patch.object(ReplayLog, "lose", lose)
+
+
+def progress_does_not_clear_a_suspect() -> Any:
+    original = ReplayLog._clear
+
+    def clear(self: ReplayLog, request_id: str, entry: Any) -> None:
+        num_suspicions = entry.num_suspicions
+        original(self, request_id, entry)
+        entry.num_suspicions, entry.made_progress = num_suspicions, False
+
+    return patch.object(ReplayLog, "_clear", clear)
+
+
+def a_poisonous_request_is_tried_for_ever() -> Any:
+    return patch.object(ReplayLog, "_is_guilty", lambda self, request_id, *, is_alone: False)
+
+
+def parked_requests_never_expire() -> Any:
+    return patch.object(ReplayLog, "next_expiry_at", lambda self: None)
+
+
+def a_replica_that_was_lost_and_is_back_counts_as_the_same() -> Any:
+    original = DpClient.apply
+
+    def apply(self: DpClient, update: FleetUpdate) -> None:
+        was_ready = {rank for rank, known in self._replicas.items() if known.state is ReplicaState.READY}
+        replicas = [
+            replica
+            for replica in update.replicas
+            if replica.dp_rank not in was_ready or replica.state is not ReplicaState.LOST
+        ]
+        original(self, FleetUpdate(replicas=replicas))
+
+    return patch.object(DpClient, "apply", apply)
+
+
+def an_abort_is_not_passed_on() -> Any:
+    async def abort_requests(self: DpClient, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._replay.forget(request_id)
+        self._send_lost_requests()
+
+    return patch.object(DpClient, "abort_requests", abort_requests)
+
+
+def a_cleared_suspect_does_not_let_the_next_one_be_tried() -> Any:
+    async def receive(self: DpClient) -> list[EngineCoreOutput]:
+        assert self._sockets is not None
+        return self._replay.accept((await self._sockets.recv()).outputs)
+
+    return patch.object(DpClient, "_receive", receive)
+
+
+def requests_of_a_dead_front_end_run_on() -> Any:
+    def greet(self: EngineCoreLoop, hello: ClientHello) -> None:
+        self._incarnations[hello.client_index] = hello.incarnation
+        self._output.put(hello)
+
+    return patch.object(EngineCoreLoop, "_greet", greet)
+
+
+def an_older_report_replaces_a_newer_one() -> Any:
+    def report(self: LoadTable, stats: EngineStats) -> None:
+        self._stats[stats.dp_rank] = stats
+        self._has_changed = True
+
+    return patch.object(LoadTable, "report", report)
+
+
+def the_balancer_chooses_among_all_that_ever_reported() -> Any:
+    original = LeastLoadedBalancer.choose
+
+    def choose(self: LeastLoadedBalancer, ready: Any, inflight: Any, stats: Any) -> int:
+        return original(self, sorted({*ready, *stats}) if ready else ready, inflight, stats)
+
+    return patch.object(LeastLoadedBalancer, "choose", choose)
+
+
+def front_ends_do_not_hear_of_a_death() -> Any:
+    original = Supervision.handle
+
+    def handle(self: Supervision, event: Event) -> list[Any]:
+        instructions = original(self, event)
+        if isinstance(event, ChildExited):
+            return [instruction for instruction in instructions if not isinstance(instruction, PublishFleet)]
+        return instructions
+
+    return patch.object(Supervision, "handle", handle)
+
+
+def a_second_death_is_not_repaired() -> Any:
+    original = Supervision.handle
+
+    def handle(self: Supervision, event: Event) -> list[Any]:
+        instructions = original(self, event)
+        if isinstance(event, Tick):
+            return [one for one in instructions if getattr(one, "epoch", 0) < 2]
+        return instructions
+
+    return patch.object(Supervision, "handle", handle)
+
+
+BUGS: dict[str, Patch] = {
+    bug.__name__: bug
+    for bug in (
+        outputs_of_older_attempts_are_taken,
+        a_replay_begins_at_the_prompt,
+        a_replay_is_sent_as_the_same_attempt,
+        an_aborted_request_stays_parked,
+        every_suspect_of_a_second_loss_is_blamed,
+        progress_does_not_clear_a_suspect,
+        a_poisonous_request_is_tried_for_ever,
+        parked_requests_never_expire,
+        a_replica_that_was_lost_and_is_back_counts_as_the_same,
+        an_abort_is_not_passed_on,
+        a_cleared_suspect_does_not_let_the_next_one_be_tried,
+        requests_of_a_dead_front_end_run_on,
+        an_older_report_replaces_a_newer_one,
+        the_balancer_chooses_among_all_that_ever_reported,
+        front_ends_do_not_hear_of_a_death,
+        a_second_death_is_not_repaired,
+    )
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    with BUGS[name]():
+        yield
