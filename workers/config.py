@@ -36,6 +36,17 @@ class LoadFormat(StrEnum):
     """Random numbers, uniform in ±1e-3: for benchmarks."""
 
 
+class LogprobsMode(StrEnum):
+    """Which numbers are given as log-probabilities. RAW: as the model made them, a grammar's mask applied.
+    PROCESSED: as the token is drawn from them, after everything; for greedy requests without temperature and filters.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    PROCESSED_LOGITS = "processed_logits"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, and in which numbers."""
@@ -47,8 +58,14 @@ class ModelConfig:
     load_format: LoadFormat = LoadFormat.AUTO
     max_model_len: int | None = None
     """Longest prompt plus output in tokens. None: what the model was trained for."""
+    max_logprobs: int = 20
+    """Most log-probabilities that a client may ask for at each token. -1: no limit, the whole vocabulary included."""
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    """Which numbers clients get as log-probabilities."""
 
     def __post_init__(self) -> None:
+        if self.max_logprobs < -1:
+            raise ConfigError("model.max_logprobs", f"must be at least -1, not {self.max_logprobs}")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError("model.max_model_len", f"must be at least 1, not {self.max_model_len}")
 

@@ -16,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .config import LogprobsMode
 from .forward_context import StepRows
 from .messages import GrammarMasks, NewRequest, SchedulerOutput
-from .sampler import SamplingBatch
+from .prompt_logprobs import PromptChunk
+from .sampling_batch import SamplingBatch
+from .sampling_rows import GrammarWords, SamplingRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,11 +49,20 @@ class InputBatch:
     """Rows of the running batch. See the module."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._block_size = block_size
-        self._vocab_size = vocab_size
-        self._device = device
+        self.sampling = SamplingRows(
+            max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, logprobs_mode=logprobs_mode
+        )
+        """What the sampler must know of the rows."""
         # Sampled tokens of steps in flight may pass the limit by one. Memory is touched only as far as it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 2), dtype=np.int32)
         self._blocks = np.zeros((max_num_seqs, -(-(max_model_len + 2) // block_size)), dtype=np.int32)
@@ -58,33 +70,30 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
-        self._temperatures = np.zeros(max_num_seqs, dtype=np.float32)
-        self._top_ks = np.zeros(max_num_seqs, dtype=np.int64)
-        self._top_ps = np.ones(max_num_seqs, dtype=np.float32)
-        self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
-        self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._banned: dict[int, Ints] = {}
+        # Rows that want log-probabilities of their prompt: how many likeliest tokens, and where padding begins.
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
+        self._vocab_size = vocab_size
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs))
-        # Constant parameters of the rows that sampled last, on the device; valid until rows change.
-        self._cached_rows: Ints | None = None
-        self._cached_parameters: tuple[torch.Tensor, ...] = ()
 
     @property
     def request_ids(self) -> list[str]:
         """Requests held, in the order in which they came."""
         return list(self._rows)
 
-    def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Drop removed rows, add new ones, extend running ones.
+    def update(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """Drop removed rows, add new ones, extend running ones. Returns the numbers of the rows that were dropped.
 
         Raises RuntimeError when the scheduler's view of a row is not ours.
         """
+        dropped = []
         for request_id in scheduler_output.removed_request_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
-                self._banned.pop(row, None)
+                self.sampling.remove(row)
+                self._prompt_logprobs.pop(row, None)
                 heapq.heappush(self._free_rows, row)
+                dropped.append(row)
         for new in scheduler_output.new_requests:
             self._add(new)
         for request_id, block_ids in scheduler_output.new_block_ids.items():
@@ -96,6 +105,7 @@ class InputBatch:
                 f"the scheduler counts computed tokens as {scheduler_output.num_computed_tokens}, and they are "
                 f"{self._num_computed[rows].tolist()} here"
             )
+        return dropped
 
     def build_step(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
         """Lay the step's tokens side by side. Raises RuntimeError when a row has not that many tokens."""
@@ -136,33 +146,36 @@ class InputBatch:
         masks: of those that have a grammar. Raises RuntimeError when one of them does not sample.
         """
         rows = step.row_index[step.sampling_rows]
-        if self._cached_rows is None or not np.array_equal(rows, self._cached_rows):
-            self._cached_parameters = tuple(
-                torch.from_numpy(values[rows]).to(self._device)
-                for values in (self._temperatures, self._top_ks, self._top_ps, self._seeds)
-            )
-            self._cached_rows = rows
-        temperatures, top_ks, top_ps, seeds = self._cached_parameters
         num_outputs = self._num_tokens[rows] - self._num_prompt[rows]
-        allowed = self._allowed_tokens(step, masks) if masks is not None else {}
-        banned_row_index, banned_token_ids = self._banned_pairs(rows, num_outputs, allowed)
-        is_random = self._temperatures[rows] > 0.0
-        is_filtered = (self._top_ks[rows] > 0) | (self._top_ps[rows] < 1.0)
-        return SamplingBatch(
-            temperatures=temperatures,
-            top_ks=top_ks,
-            top_ps=top_ps,
-            seeds=seeds,
-            positions=torch.from_numpy(num_outputs).to(self._device),
-            banned_row_index=banned_row_index,
-            banned_token_ids=banned_token_ids,
-            all_greedy=not is_random.any(),
-            any_filtered=bool((is_random & is_filtered).any()),
-            grammar_row_index=torch.tensor(list(allowed), device=self._device) if allowed else None,
-            grammar_allowed=(
-                torch.from_numpy(np.stack(list(allowed.values()))).to(self._device) if allowed else None
-            ),
-        )
+        return self.sampling.batch(rows, num_outputs, self._grammar_words(step, masks) if masks else None)
+
+    def prompt_chunks(self, step: StepInput) -> list[PromptChunk]:
+        """Return what this step computes of prompts whose log-probabilities are wanted."""
+        if not self._prompt_logprobs:
+            return []
+        ends = np.cumsum(step.rows.query_lens)
+        chunks = []
+        for at, row in enumerate(step.row_index.tolist()):
+            if row not in self._prompt_logprobs:
+                continue
+            num_top, vocab_limit = self._prompt_logprobs[row]
+            first = int(self._num_computed[row])
+            start = int(ends[at] - step.rows.query_lens[at])
+            # The last prompt token says nothing of the prompt: what follows it is output.
+            count = min(int(step.rows.query_lens[at]), int(self._num_prompt[row]) - 1 - first)
+            chunks.append(
+                PromptChunk(
+                    row=row,
+                    start=start,
+                    stop=start + count,
+                    next_ids=self._token_ids[row, first + 1 : first + 1 + count].astype(np.int64),
+                    num_top=num_top,
+                    vocab_limit=vocab_limit,
+                )
+            )
+            if first + int(step.rows.query_lens[at]) >= self._num_prompt[row]:
+                del self._prompt_logprobs[row]
+        return chunks
 
     def finish_step(self, step: StepInput, sampled_token_ids: Ints) -> None:
         """Count the step's tokens as computed, and append what was sampled.
@@ -193,17 +206,15 @@ class InputBatch:
         self._num_tokens[row] = num_tokens
         self._num_computed[row] = new.num_computed_tokens
         self._num_prompt[row] = new.num_prompt_tokens
-        params = new.sampling_params
-        self._temperatures[row] = params.temperature
-        self._top_ks[row] = max(0, min(params.top_k, self._vocab_size))
-        self._top_ps[row] = params.top_p
-        self._seeds[row] = new.seed
-        self._min_tokens[row] = params.min_tokens
-        banned = sorted({token_id for token_id in new.stop_token_ids if 0 <= token_id < self._vocab_size})
-        # To hold back every token would leave nothing to sample.
-        if params.min_tokens > 0 and 0 < len(banned) < self._vocab_size:
-            self._banned[row] = np.array(banned, dtype=np.int64)
-        self._cached_rows = None
+        self.sampling.add(row, new)
+        wanted = new.sampling_params.prompt_logprobs
+        # A request that has output has told of its prompt in an earlier life.
+        if wanted is not None and num_tokens == new.num_prompt_tokens:
+            if new.num_computed_tokens:
+                raise RuntimeError(
+                    f"request {new.request_id} wants all of its prompt, and finds a part of it"
+                )
+            self._prompt_logprobs[row] = (wanted, min(new.vocab_limit or self._vocab_size, self._vocab_size))
 
     def _extend(self, request_id: str, block_ids: list[int]) -> None:
         row = self._row_of(request_id)
@@ -220,38 +231,13 @@ class InputBatch:
             raise RuntimeError(f"request {request_id} is scheduled, and not held here")
         return row
 
-    def _allowed_tokens(self, step: StepInput, masks: GrammarMasks) -> dict[int, npt.NDArray[np.bool_]]:
-        """Unpack masks: [vocab_size] for each row that has one, by its place among the rows that sample."""
-        if not masks.request_ids:
-            return {}
+    def _grammar_words(self, step: StepInput, masks: GrammarMasks) -> GrammarWords:
+        """Find the places of the rows that have a mask among those that sample."""
         places = {step.request_ids[row]: place for place, row in enumerate(step.sampling_rows.tolist())}
-        words = np.frombuffer(masks.bits, dtype=np.uint8).reshape(len(masks.request_ids), -1)
-        bits = np.unpackbits(words, axis=1, bitorder="little", count=self._vocab_size).astype(np.bool_)
         if not places.keys() >= set(masks.request_ids):
             raise RuntimeError(f"a grammar is given for requests that do not sample: {masks.request_ids}")
-        return {places[request_id]: row for request_id, row in zip(masks.request_ids, bits, strict=True)}
-
-    def _banned_pairs(
-        self, rows: Ints, num_outputs: Ints, allowed: dict[int, npt.NDArray[np.bool_]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not self._banned:
-            return None, None
-        held = [
-            (index, self._banned[row])
-            for index, row in enumerate(rows.tolist())
-            if row in self._banned
-            and num_outputs[index] < self._min_tokens[row]
-            # A grammar that has ended wins: to hold back end tokens, too, would leave nothing to sample.
-            and (index not in allowed or _leaves_some(allowed[index], self._banned[row]))
-        ]
-        if not held:
-            return None, None
-        row_index = np.repeat([index for index, _ in held], [len(ids) for _, ids in held])
-        token_ids = np.concatenate([ids for _, ids in held])
-        return torch.from_numpy(row_index).to(self._device), torch.from_numpy(token_ids).to(self._device)
-
-
-def _leaves_some(allowed: npt.NDArray[np.bool_], banned: Ints) -> bool:
-    left = allowed.copy()
-    left[banned] = False
-    return bool(left.any())
+        num_words = -(-self._vocab_size // 32)
+        words = np.frombuffer(masks.bits, dtype="<i4").reshape(len(masks.request_ids), num_words)
+        return GrammarWords(
+            places=[places[request_id] for request_id in masks.request_ids], words=words.copy()
+        )

@@ -24,6 +24,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids:           all blocks of the request, in order
     seed:                of the sampling noise; always set
     stop_token_ids:      tokens that min_tokens holds back: the model's own end tokens and the client's
+    vocab_limit:         ids from here on are padding of the model's vocabulary, and never sampled; None: all are real
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     seed: int
     stop_token_ids: tuple[int, ...] = ()
+    vocab_limit: int | None = None
 
 
 class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +83,33 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.num_scheduled_tokens.values())
 
 
-class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step sampled: parallel lists, only the requests that sampled, in the order of the step."""
+class LogprobTable(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at some positions of one request, packed, little-endian.
+
+    width:     numbers at each position: the token that stands there, then the likeliest ones, the best first
+    token_ids: [positions, width] int32
+    values:    [positions, width] float32; -inf for what could not be
+    ranks:     [positions] int32, of the token that stands there: 1 + tokens that are more likely
+    """
+
+    width: int
+    token_ids: bytes
+    values: bytes
+    ranks: bytes
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step sampled: parallel lists, only the requests that sampled, in the order of the step.
+
+    logprobs:        of the sampled tokens, for the requests that asked
+    prompt_logprobs: of all prompt tokens but the first, with the first sample of those that asked
+    """
 
     step: int
     request_ids: list[str]
     sampled_token_ids: list[int]
+    logprobs: dict[str, LogprobTable] = {}
+    prompt_logprobs: dict[str, LogprobTable] = {}
 
 
 class PhaseTime(msgspec.Struct, frozen=True, array_like=True):

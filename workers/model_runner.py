@@ -9,11 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from .config import LogprobsMode
 from .forward_context import build_forward_context
 from .input_batch import InputBatch, StepInput
 from .layers.attention import LayerKVCache
-from .messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from .logprobs import StepCopy
+from .messages import GrammarMasks, LogprobTable, ModelRunnerOutput, SchedulerOutput
 from .models.causal_lm import CausalLM
+from .prompt_logprobs import PromptLogprobs
 from .sampler import sample
 
 
@@ -37,6 +40,7 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         on_phase: Callable[[str], None],
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
@@ -44,6 +48,9 @@ class ModelRunner:
         self._dtype = dtype
         self._device = device
         self._on_phase = on_phase
+        self._prompt_logprobs = PromptLogprobs(
+            model.compute_logits, vocab_size=model.config.vocab_size, mode=logprobs_mode
+        )
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
@@ -55,17 +62,31 @@ class ModelRunner:
         Raises RuntimeError when the step does not fit the rows held here; the replica must end then.
         """
         self._on_phase("input")
-        self._batch.update(scheduler_output)
+        for row in self._batch.update(scheduler_output):
+            self._prompt_logprobs.drop(row)
         if not scheduler_output.num_scheduled_tokens:
             return ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
         hidden = self._forward(step)
-        sampled = self._sample(step, hidden, receive_masks if scheduler_output.needs_masks else None)
+        for chunk in self._batch.prompt_chunks(step):
+            self._prompt_logprobs.add(chunk, hidden)
+        sampled, logprobs = self._sample(
+            step, hidden, receive_masks if scheduler_output.needs_masks else None
+        )
         self._batch.finish_step(step, sampled)
+        request_ids = [step.request_ids[row] for row in step.sampling_rows.tolist()]
+        rows = step.row_index[step.sampling_rows].tolist()
+        prompt_tables = {
+            request_id: table
+            for request_id, row in zip(request_ids, rows, strict=True)
+            if (table := self._prompt_logprobs.take(row)) is not None
+        }
         return ModelRunnerOutput(
             step=scheduler_output.step,
-            request_ids=[step.request_ids[row] for row in step.sampling_rows.tolist()],
+            request_ids=request_ids,
             sampled_token_ids=sampled.tolist(),
+            logprobs={request_ids[place]: table for place, table in logprobs.items()},
+            prompt_logprobs=prompt_tables,
         )
 
     def _forward(self, step: StepInput) -> torch.Tensor:
@@ -81,10 +102,13 @@ class ModelRunner:
 
     def _sample(
         self, step: StepInput, hidden: torch.Tensor, receive_masks: Callable[[], GrammarMasks] | None
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Tokens of the rows that sample. No rank enters the head when none does: all see the same step."""
+    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], dict[int, LogprobTable]]:
+        """Tokens of the rows that sample, and what is said of them, by the row's place.
+
+        No rank enters the head when none samples: all see the same step.
+        """
         if step.sampling_rows.size == 0:
-            return np.zeros(0, dtype=np.int64)
+            return np.zeros(0, dtype=np.int64), {}
         self._on_phase("sampling")
         last = torch.from_numpy(step.last_token_index).to(self._device)
         logits = self._model.compute_logits(hidden.index_select(0, last))
@@ -92,7 +116,7 @@ class ModelRunner:
         if receive_masks is not None:
             masks = receive_masks()
             self._on_phase("sampling")
-        sampled: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-            sample(logits, self._batch.sampling_batch(step, masks)).cpu().numpy()
-        )
-        return sampled
+        batch = self._batch.sampling_batch(step, masks)
+        sampled = sample(logits, batch)
+        self._batch.sampling.append(sampled.token_ids)
+        return StepCopy(sampled.token_ids, batch.logprobs, sampled.logprobs).wait()

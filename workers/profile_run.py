@@ -8,8 +8,11 @@ import torch
 
 from .forward_context import StepRows, build_forward_context
 from .memory import KVCacheShape, make_kv_caches
+from .messages import NewRequest
 from .models.causal_lm import CausalLM
-from .sampler import SamplingBatch, sample
+from .sampler import sample
+from .sampling_params import SamplingParams
+from .sampling_rows import SamplingRows
 
 
 def profile_peak_bytes(
@@ -42,7 +45,7 @@ def profile_peak_bytes(
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in query_lens])).to(device)
     hidden = model(torch.zeros_like(positions), positions, kv_caches, context)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
-    sample(model.compute_logits(hidden[:num_rows].contiguous()), _random_batch(num_rows, device))
+    _sample(model.compute_logits(hidden[:num_rows].contiguous()))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - kv_bytes
     del kv_caches, hidden, context
@@ -50,17 +53,23 @@ def profile_peak_bytes(
     return peak
 
 
-def _random_batch(num_rows: int, device: torch.device) -> SamplingBatch:
-    """Rows with every filter on: the most that sampling takes."""
-    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    return SamplingBatch(
-        temperatures=torch.ones(num_rows, device=device),
-        top_ks=zeros,
-        top_ps=torch.full((num_rows,), 0.9, device=device),
-        seeds=zeros,
-        positions=zeros,
-        banned_row_index=None,
-        banned_token_ids=None,
-        all_greedy=False,
-        any_filtered=True,
-    )
+def _sample(logits: torch.Tensor) -> None:
+    """Sample with every filter and penalty on, and with log-probabilities: the most that sampling takes."""
+    num_rows, vocab_size = logits.shape
+    rows = SamplingRows(max_num_seqs=num_rows, vocab_size=vocab_size, device=logits.device)
+    params = SamplingParams(top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=0)
+    for row in range(num_rows):
+        rows.add(
+            row,
+            NewRequest(
+                request_id=str(row),
+                token_ids=[0],
+                num_prompt_tokens=1,
+                num_computed_tokens=0,
+                block_ids=[],
+                sampling_params=params,
+                seed=row,
+            ),
+        )
+    batch = rows.batch(np.arange(num_rows), np.zeros(num_rows, dtype=np.int64))
+    rows.append(sample(logits, batch).token_ids)

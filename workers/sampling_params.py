@@ -4,6 +4,10 @@ Called by: users (`from phalanx import SamplingParams`), the API server, and, de
 Checked where it is built, in the front end: a worker never meets a value that it must refuse.
 """
 
+import sys
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from ..shm.errors import ServingError
@@ -11,6 +15,10 @@ from ..shm.errors import ServingError
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 MAX_SAMPLES = 128
+MAX_STOPS = 1024
+MAX_LISTED_TOKENS = 1024
+"""Longest stop_token_ids, logit_bias, and word of bad_words_token_ids."""
+MAX_BAD_WORDS = 1024
 MIN_TEMPERATURE = 0.01
 """A temperature between 0 and this is raised to it: below, probabilities overflow without being greedy."""
 
@@ -62,11 +70,19 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request's tokens are chosen and when they end.
+    """How one request's tokens are chosen and when they end. What depends on the model is checked in its front end.
 
     temperature:    0 is greedy; otherwise logits are divided by it. [0, 2]
-    top_p:          smallest set of tokens whose probability reaches it, after top_k. (0, 1]
+    top_p:          smallest set of tokens whose probability reaches it, after min_p and top_k. (0, 1]
     top_k:          the k likeliest tokens; ties at the k-th all stay. 0 or -1: off
+    min_p:          tokens at least this part as likely as the likeliest, after temperature. [0, 1], 0: off
+    repetition_penalty: divides the positive and multiplies the other logits of tokens of prompt and output. > 0, 1: off
+    frequency_penalty:  subtracted from a token's logit for each time the output holds it. [-2, 2]
+    presence_penalty:   subtracted once from the logits of tokens that the output holds. [-2, 2]
+    logit_bias:     added to the logits of these tokens; clamped to [-100, 100]. At most 1024 tokens
+    allowed_token_ids: no other token is chosen. None: all
+    bad_words:      texts that the output must not hold, as their own tokens spell them
+    bad_words_token_ids: their tokens; filled in where the request is tokenised. May be given instead
     seed:           same seed, prompt and parameters: same tokens. None: a random one is drawn at admission
     max_tokens:     output tokens at most; None: what the context length leaves
     min_tokens:     output tokens before an end-of-sequence or stop token may come
@@ -75,6 +91,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos:     do not end at the model's end-of-sequence tokens
     skip_special_tokens, include_stop_str_in_output, detokenize: what the text shows
     n:              outputs for one prompt; number i draws with seed + i
+    logprobs:       log-probabilities of each output token and of so many likeliest ones. -1: of the whole
+                    vocabulary; None: none. The server limits it (`model.max_logprobs`)
+    prompt_logprobs: the same for the tokens of the prompt
     structured_outputs: the form that the output must have
 
     Raises SamplingParamsError, naming the field.
@@ -83,6 +102,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -93,13 +120,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _require(self.top_p > 0.0, "top_p", "must be greater than 0")
-        _check_int("top_k", self.top_k, -1, None)
+        self._check_distribution()
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
@@ -107,20 +133,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not be greater than max_tokens")
-        # A user may write one string or a list; a frozen value is normalised in place, once.
-        given: object = self.stop
-        stop = (given,) if isinstance(given, str) else tuple(self.stop)
-        for text in stop:
-            _require(isinstance(text, str) and text != "", "stop", "must hold non-empty strings")
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, None)
+        stop = _texts("stop", self.stop, MAX_STOPS)
         _require(self.detokenize or not stop, "stop", "needs detokenize")
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_LISTED_TOKENS)
+        )
+        for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            _require(isinstance(getattr(self, field), bool), field, "must be true or false")
         _check_int("n", self.n, 1, MAX_SAMPLES)
         _require(self.n == 1 or self.temperature > 0.0, "n", "must be 1 when temperature is 0")
+        for field in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, field)) is not None:
+                _check_int(field, value, -1, None)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", MIN_TEMPERATURE)
+
+    def _check_distribution(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _require(self.top_p > 0.0, "top_p", "must be greater than 0")
+        _check_int("top_k", self.top_k, -1, None)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, sys.float_info.max)
+        _require(self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require(isinstance(self.logit_bias, dict), "logit_bias", "must map token ids to numbers")
+        _token_ids("logit_bias", self.logit_bias, MAX_LISTED_TOKENS)
+        for value in self.logit_bias.values():
+            _check_number("logit_bias", value, -float("inf"), float("inf"))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, None)
+            _require(len(allowed) > 0, "allowed_token_ids", "must not be empty")
+            msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        msgspec.structs.force_setattr(self, "bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS))
+        # Each text may be spelled in two ways.
+        words = _listed("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        words = tuple(_token_ids("bad_words_token_ids", word, MAX_LISTED_TOKENS) for word in words)
+        _require(all(words), "bad_words_token_ids", "must hold no empty list")
+        msgspec.structs.force_setattr(self, "bad_words_token_ids", words)
 
     @property
     def is_greedy(self) -> bool:
@@ -148,3 +200,25 @@ def _check_int(field: str, value: object, low: int, high: int | None) -> None:
     )
     bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
     _require(ok, field, f"must be an integer {bounds}, not {value!r}")
+
+
+def _listed(field: str, value: Any, limit: int | None) -> tuple[Any, ...]:
+    _require(isinstance(value, Iterable) and not isinstance(value, str | bytes), field, "must be a list")
+    listed = tuple(value)
+    _require(limit is None or len(listed) <= limit, field, f"must hold at most {limit} entries")
+    return listed
+
+
+def _token_ids(field: str, value: Any, limit: int | None) -> tuple[int, ...]:
+    listed = _listed(field, value, limit)
+    for token_id in listed:
+        _check_int(field, token_id, 0, None)
+    return listed
+
+
+def _texts(field: str, value: Any, limit: int) -> tuple[str, ...]:
+    """One text or several; a user may write either."""
+    listed = (value,) if isinstance(value, str) else _listed(field, value, limit)
+    for text in listed:
+        _require(isinstance(text, str) and text != "", field, "must hold non-empty strings")
+    return listed

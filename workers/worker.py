@@ -159,6 +159,7 @@ class Worker:
                 block_size=config.cache.block_size,
                 vocab_size=self._vocab_size,
                 device=self._device,
+                logprobs_mode=config.model.logprobs_mode,
             )
             self._runner = ModelRunner(
                 self._model,
@@ -167,6 +168,7 @@ class Worker:
                 dtype=self._dtype,
                 device=self._device,
                 on_phase=self._on_phase,
+                logprobs_mode=config.model.logprobs_mode,
             )
             self._num_blocks = num_blocks
 

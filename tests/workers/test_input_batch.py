@@ -92,31 +92,52 @@ def test_a_row_is_used_again_with_its_own_parameters() -> None:
     assert (after.all_greedy, after.any_filtered, after.seeds.tolist()) == (True, False, [9])
 
 
-def test_min_tokens_bans_until_enough_are_made_and_never_everything() -> None:
+def test_min_tokens_bans_until_enough_are_made() -> None:
     batch = make_batch()
     params = SamplingParams(temperature=0.0, min_tokens=2)
+    ends = (5, 6, 5, 100)
     update(
         batch,
         added=[
-            new(
-                "early",
-                [1, 2],
-                [1],
-                num_prompt_tokens=1,
-                sampling_params=params,
-                stop_token_ids=(5, 6, 5, 100),
-            ),
+            new("early", [1, 2], [1], num_prompt_tokens=1, sampling_params=params, stop_token_ids=ends),
             new("late", [1, 2, 3], [2], num_prompt_tokens=1, sampling_params=params, stop_token_ids=(5,)),
-            new("all", [1], [3], sampling_params=params, stop_token_ids=tuple(range(100))),
         ],
     )
 
-    sampling = batch.sampling_batch(batch.build_step({"early": 2, "late": 3, "all": 1}))
+    held_back = batch.sampling_batch(batch.build_step({"early": 2, "late": 3})).held_back
 
-    assert sampling.banned_row_index is not None
-    assert sampling.banned_row_index.tolist() == [0, 0]
-    assert sampling.banned_token_ids is not None
-    assert sampling.banned_token_ids.tolist() == [5, 6]
+    assert held_back is not None
+    assert held_back.row_index.tolist() == [0]
+    assert held_back.token_ids.tolist() == [5, 6]
+
+
+def test_chunks_of_a_prompt_name_the_prompt_tokens_that_follow() -> None:
+    batch = make_batch()
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    update(
+        batch,
+        added=[
+            new("a", [10, 11, 12, 13, 14], [1, 2], sampling_params=params),
+            new("one", [7], [3], sampling_params=params),
+            # It was preempted after its first output: its prompt was told of then.
+            new("resumed", [20, 21, 22], [4], num_prompt_tokens=2, sampling_params=params),
+        ],
+    )
+
+    first = batch.build_step({"resumed": 2, "a": 3, "one": 1})
+    chunks = batch.prompt_chunks(first)
+    batch.finish_step(first, np.array([42]))
+    second = batch.prompt_chunks(batch.build_step({"one": 1, "a": 2}))
+
+    assert [(chunk.start, chunk.stop, chunk.next_ids.tolist()) for chunk in chunks] == [
+        (2, 5, [11, 12, 13]),
+        (5, 5, []),
+    ]
+    assert [(chunk.start, chunk.stop, chunk.next_ids.tolist()) for chunk in second] == [(1, 2, [14])]
+    with pytest.raises(RuntimeError, match="finds a part of it"):
+        update(
+            batch, removed=["a"], added=[new("b", [1, 2], [5], num_computed_tokens=1, sampling_params=params)]
+        )
 
 
 def test_what_does_not_fit_is_an_error() -> None:
@@ -156,22 +177,9 @@ def test_masks_find_their_rows_by_name_and_chunks_have_none() -> None:
 
     sampling = batch.sampling_batch(step, masks(c=[0, 99], b=[31, 32]))
 
-    assert sampling.grammar_row_index is not None
-    assert sampling.grammar_allowed is not None
-    rows = dict(zip(sampling.grammar_row_index.tolist(), sampling.grammar_allowed, strict=True))
+    assert sampling.grammar is not None
+    rows = dict(zip(sampling.grammar.row_index.tolist(), sampling.grammar.allowed, strict=True))
     assert rows[0].nonzero().flatten().tolist() == [31, 32]
     assert rows[1].nonzero().flatten().tolist() == [0, 99]
     with pytest.raises(RuntimeError, match="do not sample"):
         batch.sampling_batch(step, masks(a=[1]))
-
-
-def test_min_tokens_gives_way_where_a_grammar_has_ended() -> None:
-    batch = make_batch()
-    params = SamplingParams(temperature=0.0, min_tokens=9)
-    update(batch, added=[new("a", [1], [1], sampling_params=params, stop_token_ids=(5, 6))])
-    step = batch.build_step({"a": 1})
-
-    assert batch.sampling_batch(step, masks(a=[5, 6])).banned_token_ids is None
-    held_back = batch.sampling_batch(step, masks(a=[5, 7])).banned_token_ids
-    assert held_back is not None
-    assert held_back.tolist() == [5, 6]

@@ -1,0 +1,89 @@
+"""PromptLogprobs: log-probabilities of prompt tokens, gathered while the prompt is computed chunk by chunk.
+
+Called by: the model runner, in each step that computes prompt tokens of a request that asked for them. What has been
+gathered is kept with the request's row until its prompt is complete, so a request that is preempted meanwhile starts
+again from nothing, and nothing is told twice.
+
+    prompt          t0   t1   t2 | t3   t4       logits at t_i say how likely t_(i+1) was;
+    chunk 1          .----^---^---^              t0 has none, and those at the last token sample the output
+    chunk 2                        `----^
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .config import LogprobsMode
+from .logit_processors import LARGEST, mask_padding
+from .logprobs import HostCopy, gather_logprobs, pack_table
+from .messages import LogprobTable
+
+ROWS_AT_ONCE = 64
+"""Positions whose logits exist at the same time: a long chunk's would take more memory than all else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptChunk:
+    """The part of one request's prompt that a step has computed.
+
+    row:         of the request
+    start, stop: which of the step's tokens have a prompt token after them
+    next_ids:    [stop - start] int64, those prompt tokens
+    num_top:     likeliest tokens that are wanted at each; -1: all
+    vocab_limit: first id that is padding
+    """
+
+    row: int
+    start: int
+    stop: int
+    next_ids: npt.NDArray[np.int64]
+    num_top: int
+    vocab_limit: int
+
+
+class PromptLogprobs:
+    """Of all requests whose prompt is not complete. Owner: the model runner.
+
+    compute_logits: hidden states [n, hidden_size] -> logits [n, vocab_size]
+    """
+
+    def __init__(
+        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], *, vocab_size: int, mode: LogprobsMode
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._vocab_size = vocab_size
+        # Nothing is done to the logits of a prompt: raw and processed are the same.
+        self._is_normalised = mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
+        self._copies: dict[int, list[HostCopy]] = {}
+
+    def add(self, chunk: PromptChunk, hidden: torch.Tensor) -> None:
+        """Gather what a step has computed. hidden: [num_tokens, hidden_size] of the step, on every rank the same."""
+        copies = self._copies.setdefault(chunk.row, [])
+        num_top = self._vocab_size if chunk.num_top < 0 else min(chunk.num_top, self._vocab_size)
+        for start in range(chunk.start, chunk.stop, ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, chunk.stop)
+            logits = self._compute_logits(hidden[start:stop].contiguous()).float().clamp(max=LARGEST)
+            if chunk.vocab_limit < self._vocab_size:
+                limits = torch.full((stop - start,), chunk.vocab_limit, device=logits.device)
+                mask_padding(logits, limits, chunk.vocab_limit, 0)
+            ids = torch.from_numpy(chunk.next_ids[start - chunk.start : stop - chunk.start])
+            table = gather_logprobs(logits, ids.to(logits.device), num_top, is_normalised=self._is_normalised)
+            copies.append(HostCopy([table.token_ids, table.values, table.ranks]))
+
+    def take(self, row: int) -> LogprobTable | None:
+        """Return all of a request whose prompt is complete, once. None: it has not asked."""
+        copies = self._copies.pop(row, None)
+        if copies is None:
+            return None
+        parts = [[tensor.numpy() for tensor in copy.wait()] for copy in copies]
+        if not parts:
+            return LogprobTable(width=1, token_ids=b"", values=b"", ranks=b"")
+        token_ids, values, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return pack_table(token_ids, values, ranks)
+
+    def drop(self, row: int) -> None:
+        """Forget a request that was removed."""
+        self._copies.pop(row, None)
