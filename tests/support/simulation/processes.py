@@ -24,6 +24,7 @@ from phalanx.engine.messages import (
     EngineStats,
     FinishReason,
 )
+from phalanx.engine.prefix_log import PrefixDelta, PrefixLog
 from phalanx.workers.sampling_params import SamplingParams
 
 from .ledger import Record, Violation, token_of
@@ -64,6 +65,7 @@ class TinyCore:
         self._epoch = epoch
         self._world = cluster.world
         self._requests: dict[str, tuple[EngineCoreRequest, int]] = {}
+        self._prefixes = PrefixLog(epoch=epoch)
         self._num_reports = 0
 
     @property
@@ -123,6 +125,12 @@ class TinyCore:
 
     def take_kv_events(self) -> list[Any]:
         return []
+
+    def take_prefix_delta(self) -> PrefixDelta | None:
+        return self._prefixes.take_delta()
+
+    def follow_prefixes(self) -> PrefixDelta:
+        return self._prefixes.follow([])
 
     def stats(self) -> EngineStats:
         self._num_reports += 1
