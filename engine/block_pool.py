@@ -24,12 +24,13 @@ NULL_BLOCK_ID = 0
 class KVCacheBlock:
     """One block. Owner: the pool; others hold it as a name."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "num_refs", "prev_free")
+    __slots__ = ("block_hash", "block_id", "is_told", "next_free", "num_refs", "prev_free")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.num_refs = 0
         self.block_hash: bytes | None = None
+        self.is_told = False
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
@@ -109,6 +110,8 @@ class BlockPool:
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockList(self._blocks[NULL_BLOCK_ID + 1 :])
         self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self.null_block = self._blocks[NULL_BLOCK_ID]
+        """Stands in a table where no block is needed."""
         self._events = events
         self._prefix_log = prefix_log
 
@@ -129,8 +132,8 @@ class BlockPool:
 
     @property
     def cached_hashes(self) -> Iterable[bytes]:
-        """The hashes of all blocks that a new request could hit."""
-        return self._by_hash.keys()
+        """The hashes of all blocks that listeners are told of."""
+        return (block_hash for block_hash, block in self._by_hash.items() if block.is_told)
 
     @property
     def usage(self) -> float:
@@ -151,42 +154,57 @@ class BlockPool:
             block = self._free.pop()
             if block.block_hash is not None:
                 del self._by_hash[block.block_hash]
-                if self._events is not None:
-                    self._events.record(BlockRemoved(block_hash=block.block_hash))
-                if self._prefix_log is not None:
-                    self._prefix_log.record(block.block_hash, False)
+                if block.is_told:
+                    if self._events is not None:
+                        self._events.record(BlockRemoved(block_hash=block.block_hash))
+                    if self._prefix_log is not None:
+                        self._prefix_log.record(block.block_hash, False)
                 block.block_hash = None
+                block.is_told = False
             block.num_refs = 1
             blocks.append(block)
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Use blocks that were found by their hash once more."""
+        """Use blocks that were found by their hash once more; the null block is left alone."""
         for block in blocks:
+            if block is self.null_block:
+                continue
             if block.num_refs == 0:
                 self._free.remove(block)
             block.num_refs += 1
 
     def publish(
-        self, block: KVCacheBlock, block_hash: bytes, describe: Callable[[], BlockStored] | None = None
+        self,
+        block: KVCacheBlock,
+        block_hash: bytes,
+        describe: Callable[[], BlockStored] | None = None,
+        *,
+        is_told: bool = True,
     ) -> None:
         """Let others find a full block of a running request by its contents.
 
         describe: says what it holds, asked only when someone listens
+        is_told:  listeners hear of it
         """
         assert block.num_refs > 0
         assert block.block_hash is None
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             block.block_hash = block_hash
+            block.is_told = is_told
+            if not is_told:
+                return
             if self._events is not None and describe is not None:
                 self._events.record(describe())
             if self._prefix_log is not None:
                 self._prefix_log.record(block_hash, True)
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop one reference of each block, in the order in which they shall be reused."""
+        """Drop one reference of each block but the null block, in the order in which they shall be reused."""
         for block in blocks:
+            if block is self.null_block:
+                continue
             assert block.num_refs > 0, f"block {block.block_id} is freed twice"
             block.num_refs -= 1
             if block.num_refs == 0:
@@ -201,6 +219,7 @@ class BlockPool:
             return False
         for block in self._by_hash.values():
             block.block_hash = None
+            block.is_told = False
         if self._events is not None and self._by_hash:
             self._events.record(AllBlocksCleared())
         if self._prefix_log is not None and self._by_hash:
@@ -216,9 +235,8 @@ class BlockPool:
         in_use_ids = {block.block_id for block in self._blocks if block.num_refs > 0}
         assert in_use_ids.isdisjoint(free_ids)
         assert len(in_use_ids) + len(free_ids) == self.num_blocks
-        null_block = self._blocks[NULL_BLOCK_ID]
-        assert null_block.num_refs == 0
-        assert null_block.block_hash is None
+        assert self.null_block.num_refs == 0
+        assert self.null_block.block_hash is None
         for block_hash, block in self._by_hash.items():
             assert block.block_hash == block_hash
         assert sum(block.block_hash is not None for block in self._blocks) == len(self._by_hash)

@@ -80,6 +80,8 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             events=self._kv_events,
             prefix_log=self._prefix_log,
+            windows=report.kv_windows,
+            max_step_tokens=config.scheduler.max_num_batched_tokens,
         )
         self._scheduler = Scheduler(
             config.scheduler,

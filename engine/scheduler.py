@@ -338,7 +338,7 @@ class Scheduler:
             if not self._kv.has_room_for(request, hits, num_spare_blocks):
                 break
             self._waiting.admit(request)
-            request.num_computed_tokens = len(hits) * self._kv.block_size
+            request.num_computed_tokens = self._kv.num_hit_tokens(hits)
             self._prefix_queried_tokens += request.num_tokens
             self._prefix_hit_tokens += request.num_computed_tokens
             if request.num_cached_tokens is None:

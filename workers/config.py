@@ -77,7 +77,8 @@ class CacheConfig:
     block_size: int = 16
     """Tokens in one KV block. A power of two."""
     num_blocks: int | None = None
-    """KV blocks of one rank, the null block included. None: as many as memory holds, by profiling."""
+    """KV blocks of one rank, the null block included. None: as many as memory holds, by profiling. A model whose
+    layers see different windows takes one for each of its KV cache groups."""
     memory_utilization: float = 0.9
     """Part of a GPU's memory that one rank may use in all: weights, activations and KV cache."""
     cpu_kv_bytes: int = 1 << 30

@@ -10,16 +10,16 @@ lengths form a group, and one call computes the group, so no loop over requests 
     short    2 to 31 new tokens, same bucket        folded           causal
     long     one row of 32 tokens or more           group in batch   causal; none needed from position 0
 
-Layers with a sliding window have groups of their own, which hold no key that none of their queries sees: a row of
-a million tokens costs such a layer no more than its window. A step in which no row is longer than the window is
-grouped once, for all layers.
+Layers with a sliding window hold no key that none of their queries sees: a row of a million tokens costs such a
+layer no more than its window. KV cache groups that see the same tokens of this step, be it because no row is
+longer than the window, are laid out once: they differ in the slots only.
 
 Keys are gathered by slot, not by block: a place that holds no token of the row reads slot 0, in the null block,
 which is always zero. Stale values, a NaN among them, thus never reach a sum: 0 * NaN would be NaN.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,15 +59,16 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """One step.
+    """One step; everything for each KV cache group, in their order.
 
-    slot_mapping: [num_tokens] int64, the flat cache position of each new token
-    groups:       for each attention window of the model (None: full attention), covering every token of the step
-                  exactly once
+    windows:       tokens that a query sees at most, itself among them; None: all
+    slot_mappings: [num_tokens] int64, the flat cache position of each new token
+    groups:        rows of alike lengths, covering every token of the step exactly once
     """
 
-    slot_mapping: torch.Tensor
-    groups: Mapping[int | None, tuple[AttentionGroup, ...]]
+    windows: Sequence[int | None]
+    slot_mappings: Sequence[torch.Tensor]
+    groups: Sequence[Sequence[AttentionGroup]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ class StepRows:
 
     query_lens:   [num_rows] new tokens of each row, positive
     kv_lens:      [num_rows] tokens of each row after this step
-    block_tables: [num_rows, max_blocks]; entries beyond a row's blocks are not read
+    block_tables: [num_kv_groups, num_rows, max_blocks]; entries beyond a row's blocks, or before its window, are not
+                  read
     """
 
     query_lens: Ints
@@ -90,36 +92,39 @@ def build_forward_context(
 ) -> ForwardContext:
     """Group the rows of a step and build index tensors and masks.
 
-    windows: for which there are layers. A query sees that many tokens at most, itself among them; None: all
+    windows: of the KV cache groups
     """
     starts = np.cumsum(rows.query_lens) - rows.query_lens
     total = int(rows.query_lens.sum())
     row_of_token = np.repeat(np.arange(len(rows.query_lens)), rows.query_lens)
     positions = (rows.kv_lens - rows.query_lens - starts)[row_of_token] + np.arange(total)
-    slot_mapping = _slots_of(rows, row_of_token, positions)
+    slot_mappings = [
+        torch.from_numpy(_slots_of(table, rows.block_size, row_of_token, positions)).to(device)
+        for table in rows.block_tables
+    ]
     longest = int(rows.kv_lens.max(initial=0))
-    groups: dict[int | None, tuple[AttentionGroup, ...]] = {}
     # By the window that counts: one that is longer than every row hides nothing.
-    made: dict[int, tuple[AttentionGroup, ...]] = {}
-    for window in windows:
-        reach = longest if window is None else min(window, longest)
-        if reach not in made:
-            # The first token of each row that any of its queries sees.
-            first_keys = np.maximum(rows.kv_lens - rows.query_lens + 1 - reach, 0)
-            made[reach] = tuple(
-                _build_group(
-                    rows,
-                    members,
-                    starts[members],
-                    first_keys=first_keys[members],
-                    reach=reach,
-                    dtype=dtype,
-                    device=device,
-                )
-                for members in _partition_rows(rows, rows.kv_lens - first_keys)
+    tables_of_reach: dict[int, list[int]] = defaultdict(list)
+    for number, window in enumerate(windows):
+        tables_of_reach[longest if window is None else min(window, longest)].append(number)
+    groups: list[list[AttentionGroup]] = [[] for _ in windows]
+    for reach, numbers in tables_of_reach.items():
+        # The first token of each row that any of its queries sees.
+        first_keys = np.maximum(rows.kv_lens - rows.query_lens + 1 - reach, 0)
+        for members in _partition_rows(rows, rows.kv_lens - first_keys):
+            made = _build_groups(
+                rows,
+                rows.block_tables[numbers],
+                members,
+                starts[members],
+                first_keys=first_keys[members],
+                reach=reach,
+                dtype=dtype,
+                device=device,
             )
-        groups[window] = made[reach]
-    return ForwardContext(slot_mapping=torch.from_numpy(slot_mapping).to(device), groups=groups)
+            for number, group in zip(numbers, made, strict=True):
+                groups[number].append(group)
+    return ForwardContext(windows=windows, slot_mappings=slot_mappings, groups=groups)
 
 
 def _partition_rows(rows: StepRows, num_keys: Ints) -> list[Ints]:
@@ -140,8 +145,9 @@ def _partition_rows(rows: StepRows, num_keys: Ints) -> list[Ints]:
     return groups
 
 
-def _build_group(
+def _build_groups(
     rows: StepRows,
+    tables: Ints,
     members: Ints,
     starts: Ints,
     *,
@@ -149,8 +155,11 @@ def _build_group(
     reach: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> AttentionGroup:
-    """starts: of the rows' tokens in the step; first_keys: positions in the rows; reach: tokens a query sees."""
+) -> list[AttentionGroup]:
+    """Lay `members` out once, and find their slots in each of `tables`.
+
+    starts: of the rows' tokens in the step; first_keys: positions in the rows; reach: tokens a query sees
+    """
     query_lens, kv_lens = rows.query_lens[members], rows.kv_lens[members]
     num_keys = kv_lens - first_keys
     num_rows, query_len, kv_len = len(members), int(query_lens.max()), int(num_keys.max())
@@ -162,7 +171,6 @@ def _build_group(
     key_offsets = np.arange(kv_len)
     is_real_key = key_offsets < num_keys[:, None]
     key_positions = np.where(is_real_key, first_keys[:, None] + key_offsets, 0)
-    slots = np.where(is_real_key, _slots_of(rows, members[:, None], key_positions), 0)
 
     is_causal = num_rows == 1 and query_len > 1 and query_len == int(kv_lens[0]) <= reach
     mask: torch.Tensor | None = None
@@ -176,23 +184,30 @@ def _build_group(
             .masked_fill_(hidden, -torch.inf)
             .unsqueeze(1)
         )
-    is_range = num_rows == 1 and bool((np.diff(slots[0]) == 1).all())
-    return AttentionGroup(
-        num_rows=num_rows,
-        query_len=query_len,
-        kv_len=kv_len,
-        query_index=torch.from_numpy((starts[:, None] + query_offsets).reshape(-1)).to(device),
-        output_index=None
-        if is_real_query.all()
-        else torch.from_numpy(np.flatnonzero(is_real_query)).to(device),
-        slots=torch.from_numpy(slots.reshape(-1)).to(device),
-        slot_range=int(slots[0, 0]) if is_range else None,
-        mask=mask,
-        is_causal=is_causal,
-    )
+    query_index = torch.from_numpy((starts[:, None] + query_offsets).reshape(-1)).to(device)
+    output_index = None
+    if not is_real_query.all():
+        output_index = torch.from_numpy(np.flatnonzero(is_real_query)).to(device)
+    groups = []
+    for table in tables:
+        slots = np.where(is_real_key, _slots_of(table, rows.block_size, members[:, None], key_positions), 0)
+        is_range = num_rows == 1 and bool((np.diff(slots[0]) == 1).all())
+        groups.append(
+            AttentionGroup(
+                num_rows=num_rows,
+                query_len=query_len,
+                kv_len=kv_len,
+                query_index=query_index,
+                output_index=output_index,
+                slots=torch.from_numpy(slots.reshape(-1)).to(device),
+                slot_range=int(slots[0, 0]) if is_range else None,
+                mask=mask,
+                is_causal=is_causal,
+            )
+        )
+    return groups
 
 
-def _slots_of(rows: StepRows, row_index: Ints, positions: Ints) -> Ints:
-    """Flat cache positions of tokens, given their rows and their positions in them."""
-    blocks = rows.block_tables[row_index, positions // rows.block_size]
-    return blocks * rows.block_size + positions % rows.block_size
+def _slots_of(table: Ints, block_size: int, row_index: Ints, positions: Ints) -> Ints:
+    """Flat cache positions of tokens, given their rows in a block table and their positions in them."""
+    return table[row_index, positions // block_size] * block_size + positions % block_size

@@ -57,6 +57,7 @@ class InputBatch:
         vocab_size: int,
         device: torch.device,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        num_kv_groups: int = 1,
     ) -> None:
         self._block_size = block_size
         self.sampling = SamplingRows(
@@ -65,7 +66,9 @@ class InputBatch:
         """What the sampler must know of the rows."""
         # Sampled tokens of steps in flight may pass the limit by one. Memory is touched only as far as it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 2), dtype=np.int32)
-        self._blocks = np.zeros((max_num_seqs, -(-(max_model_len + 2) // block_size)), dtype=np.int32)
+        # A table of each KV cache group; all have the same number of entries for a row.
+        max_blocks = -(-(max_model_len + 2) // block_size)
+        self._blocks = np.zeros((num_kv_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
@@ -133,7 +136,7 @@ class InputBatch:
             rows=StepRows(
                 query_lens=query_lens,
                 kv_lens=kv_lens,
-                block_tables=self._blocks[row_index, :max_blocks].astype(np.int64),
+                block_tables=self._blocks[:, row_index, :max_blocks].astype(np.int64),
                 block_size=self._block_size,
             ),
             sampling_rows=sampling_rows,
@@ -195,14 +198,14 @@ class InputBatch:
             raise RuntimeError(f"request {new.request_id} is new to the scheduler, and held here already")
         if not self._free_rows:
             raise RuntimeError(f"request {new.request_id} comes when all rows are taken")
-        num_tokens, num_blocks = len(new.token_ids), len(new.block_ids)
-        if num_tokens > self._token_ids.shape[1] or num_blocks > self._blocks.shape[1]:
+        num_tokens = len(new.token_ids)
+        if num_tokens > self._token_ids.shape[1]:
             raise RuntimeError(f"request {new.request_id} with {num_tokens} tokens is longer than a row")
         row = heapq.heappop(self._free_rows)
         self._rows[new.request_id] = row
         self._token_ids[row, :num_tokens] = new.token_ids
-        self._blocks[row, :num_blocks] = new.block_ids
-        self._num_blocks[row] = num_blocks
+        self._num_blocks[row] = 0
+        self._extend(new.request_id, new.block_ids)
         self._num_tokens[row] = num_tokens
         self._num_computed[row] = new.num_computed_tokens
         self._num_prompt[row] = new.num_prompt_tokens
@@ -218,11 +221,13 @@ class InputBatch:
 
     def _extend(self, request_id: str, block_ids: list[int]) -> None:
         row = self._row_of(request_id)
+        num_groups, _, max_blocks = self._blocks.shape
+        added = np.array(block_ids, dtype=np.int32).reshape(-1, num_groups)
         start = int(self._num_blocks[row])
-        stop = start + len(block_ids)
-        if stop > self._blocks.shape[1]:
+        stop = start + len(added)
+        if stop > max_blocks:
             raise RuntimeError(f"request {request_id} with {stop} blocks is longer than a row")
-        self._blocks[row, start:stop] = block_ids
+        self._blocks[:, row, start:stop] = added.T
         self._num_blocks[row] = stop
 
     def _row_of(self, request_id: str) -> int:

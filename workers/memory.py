@@ -11,6 +11,7 @@ import torch
 
 from .config import CacheConfig
 from .errors import DeviceMemoryError
+from .kv_cache_groups import KVCacheGroup, make_kv_cache_groups
 from .layers.attention import LayerKVCache
 from .transformer_config import TransformerConfig
 
@@ -22,16 +23,26 @@ MIN_BLOCKS = 2
 class KVCacheShape:
     """The cache of one rank, but for the number of blocks."""
 
-    num_layers: int
+    groups: tuple[KVCacheGroup, ...]
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that a query of each group sees at most; None: all."""
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def num_layers_per_block(self) -> int:
+        """Layers of the largest group, which every block has room for."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
     def bytes_per_block(self) -> int:
-        """Keys and values of one block in all layers."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        """Keys and values of one block in the layers of one group."""
+        per_token = 2 * self.num_layers_per_block * self.num_kv_heads * self.head_size * self.dtype.itemsize
         return per_token * self.block_size
 
 
@@ -40,7 +51,7 @@ def kv_cache_shape(
 ) -> KVCacheShape:
     """num_kv_heads: those of this rank."""
     return KVCacheShape(
-        num_layers=config.num_hidden_layers,
+        groups=make_kv_cache_groups(config),
         block_size=cache.block_size,
         num_kv_heads=num_kv_heads,
         head_size=config.head_dim,
@@ -49,17 +60,22 @@ def kv_cache_shape(
 
 
 def make_kv_caches(shape: KVCacheShape, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
-    """Allocate the cache of all layers, zeroed. Raises DeviceMemoryError."""
+    """Allocate the cache, zeroed: one for each layer of the model, in its order. Raises DeviceMemoryError."""
     try:
-        return [
-            LayerKVCache(k=_zeros(shape, num_blocks, device), v=_zeros(shape, num_blocks, device))
-            for _ in range(shape.num_layers)
+        stores = [
+            (_zeros(shape, num_blocks, device), _zeros(shape, num_blocks, device))
+            for _ in range(shape.num_layers_per_block)
         ]
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise DeviceMemoryError(
             f"{num_blocks} KV blocks of {shape.bytes_per_block} bytes do not fit on {device}; "
             "lower cache.num_blocks or cache.memory_utilization"
         ) from error
+    caches: dict[int, LayerKVCache] = {}
+    for number, group in enumerate(shape.groups):
+        for layer, (k, v) in zip(group.layers, stores, strict=False):
+            caches[layer] = LayerKVCache(k=k, v=v, group=number)
+    return [caches[layer] for layer in sorted(caches)]
 
 
 def _zeros(shape: KVCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -90,7 +106,8 @@ def count_kv_blocks(
             "or lower scheduler.max_num_batched_tokens"
         )
     # More than all rows at full length can never be used.
-    return min(num_blocks, max_num_seqs * -(-max_model_len // cache.block_size) + 1)
+    num_blocks_per_seq = -(-max_model_len // cache.block_size) * len(shape.groups)
+    return min(num_blocks, max_num_seqs * num_blocks_per_seq + 1)
 
 
 def cuda_room(

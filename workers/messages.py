@@ -21,7 +21,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids:           prompt tokens, then the output tokens made so far
     num_prompt_tokens:   how many of them are prompt
     num_computed_tokens: how many have their KV in the cache already (prefix hits)
-    block_ids:           all blocks of the request, in order
+    block_ids:           all blocks of the request, in order: one of each KV cache group for the first tokens, then one
+                         of each for the next ones; 0 where a group with a window needs none any more
     seed:                of the sampling noise; always set
     stop_token_ids:      tokens that min_tokens holds back: the model's own end tokens and the client's
     vocab_limit:         ids from here on are padding of the model's vocabulary, and never sampled; None: all are real
@@ -60,7 +61,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
                           positive. A request that is not in `new_requests` is held by the workers
     num_computed_tokens:  parallel to it: tokens computed before this step, as the scheduler counts; the worker's
                           own count must agree
-    new_block_ids:        blocks added in this step, in order, for those held requests that grew
+    new_block_ids:        blocks added in this step, for those held requests that grew; in the order of
+                          `NewRequest.block_ids`. A block that left a window stays in the worker's table, unread
     removed_request_ids:  rows to drop before anything else: finished, aborted and preempted requests
     needs_masks:          exactly one `GrammarMasks` follows, before any other step; no rank samples until it has them
 
@@ -126,6 +128,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     collectives:   what the ranks exchange through: "shm", "gloo", "nccl", or "none" for a single one
     weight_bytes:  of this rank's shard, as it is stored
     num_kv_blocks: blocks that fit this rank's memory; the replica uses the minimum over its ranks
+    kv_windows:    of each KV cache group, the tokens that a query sees at most; None: all. The same on all ranks
     num_threads:   compute threads of this rank (CPU)
     """
 
@@ -141,6 +144,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     phases: list[PhaseTime]
     collectives: str = "none"
+    kv_windows: tuple[int | None, ...] = (None,)
 
 
 class ExecutorReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,3 +159,8 @@ class ExecutorReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     ranks: list[RankReport]
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Of each KV cache group, the tokens that a query sees at most; None: all."""
+        return self.ranks[0].kv_windows

@@ -4,7 +4,7 @@ Called by: the Worker, once per step, on its main thread. All ranks of a replica
 rows, sample from bit-equal logits, and hence append the same tokens, without telling each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ def no_masks() -> GrammarMasks:
 class ModelRunner:
     """Runs steps of one rank's model over its KV cache.
 
+    windows:  of the KV cache groups
     on_phase: told "input", "forward" and "sampling" as each begins
     """
 
@@ -37,6 +38,7 @@ class ModelRunner:
         kv_caches: list[LayerKVCache],
         batch: InputBatch,
         *,
+        windows: Sequence[int | None],
         dtype: torch.dtype,
         device: torch.device,
         on_phase: Callable[[str], None],
@@ -45,6 +47,7 @@ class ModelRunner:
         self._model = model
         self._kv_caches = kv_caches
         self._batch = batch
+        self._windows = windows
         self._dtype = dtype
         self._device = device
         self._on_phase = on_phase
@@ -94,7 +97,7 @@ class ModelRunner:
         token_ids = torch.from_numpy(step.token_ids).to(self._device)
         positions = torch.from_numpy(step.positions).to(self._device)
         context = build_forward_context(
-            step.rows, windows=self._model.windows, dtype=self._dtype, device=self._device
+            step.rows, windows=self._windows, dtype=self._dtype, device=self._device
         )
         self._on_phase("forward")
         hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)

@@ -31,17 +31,20 @@ def profile_peak_bytes(
     num_full, rest = divmod(max_num_batched_tokens, max_model_len)
     query_lens = np.array([max_model_len] * num_full + [rest] * (rest > 0), dtype=np.int64)
     blocks_per_row = -(-int(query_lens.max()) // shape.block_size)
-    num_blocks = 1 + blocks_per_row * len(query_lens)
+    num_groups = len(shape.groups)
+    num_blocks = 1 + num_groups * blocks_per_row * len(query_lens)
     kv_caches = make_kv_caches(shape, num_blocks, device)
     kv_bytes = num_blocks * shape.bytes_per_block
     rows = StepRows(
         query_lens=query_lens,
         kv_lens=query_lens,
-        block_tables=np.arange(1, num_blocks, dtype=np.int64).reshape(len(query_lens), blocks_per_row),
+        block_tables=np.arange(1, num_blocks, dtype=np.int64).reshape(
+            num_groups, len(query_lens), blocks_per_row
+        ),
         block_size=shape.block_size,
     )
     torch.cuda.reset_peak_memory_stats(device)
-    context = build_forward_context(rows, windows=model.windows, dtype=shape.dtype, device=device)
+    context = build_forward_context(rows, windows=shape.windows, dtype=shape.dtype, device=device)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in query_lens])).to(device)
     hidden = model(torch.zeros_like(positions), positions, kv_caches, context)
     num_rows = min(max_num_seqs, max_num_batched_tokens)

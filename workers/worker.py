@@ -115,6 +115,7 @@ class Worker:
             num_threads=info.num_threads,
             phases=list(self._phases),
             collectives=self._group.name,
+            kv_windows=self._shape.windows,
         )
 
     @property
@@ -157,6 +158,7 @@ class Worker:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self._max_model_len,
                 block_size=config.cache.block_size,
+                num_kv_groups=len(self._shape.groups),
                 vocab_size=self._vocab_size,
                 device=self._device,
                 logprobs_mode=config.model.logprobs_mode,
@@ -165,6 +167,7 @@ class Worker:
                 self._model,
                 make_kv_caches(self._shape, num_blocks, self._device),
                 batch,
+                windows=self._shape.windows,
                 dtype=self._dtype,
                 device=self._device,
                 on_phase=self._on_phase,

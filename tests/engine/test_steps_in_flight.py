@@ -181,6 +181,7 @@ REQUESTS = st.lists(
     enable_prefix_caching=st.booleans(),
     depth=st.sampled_from([1, 2]),
     abort_in_flight=st.booleans(),
+    windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 6, 6), (9, 2)]),
 )
 def test_any_stream_of_requests_gives_what_each_gives_alone(
     requests,
@@ -193,9 +194,12 @@ def test_any_stream_of_requests_gives_what_each_gives_alone(
     enable_prefix_caching,
     depth,
     abort_in_flight,
+    windows,
 ):
+    num_blocks *= len(windows)
     scheduler, kv = make_scheduler(
         num_blocks=num_blocks,
+        windows=windows,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         max_num_seqs=max_num_seqs,
@@ -203,7 +207,8 @@ def test_any_stream_of_requests_gives_what_each_gives_alone(
         long_prefill_share=share,
         max_overtakes=max_overtakes,
     )
-    pipeline = Pipeline(scheduler, FakeModelRunner(block_size=block_size, vocab_size=5), depth=depth)
+    runner = FakeModelRunner(block_size=block_size, vocab_size=5, windows=windows)
+    pipeline = Pipeline(scheduler, runner, depth=depth)
     expected, arrivals, aborts = {}, {}, {}
     refused = set()
     for index, (length, prefix, max_tokens, arrives, aborted, priority, salt) in enumerate(requests):

@@ -1,7 +1,7 @@
 """Builders for the engine's tests, and a model so simple that its output can be computed by hand."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,12 +80,17 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     max_model_len: int = 1024,
+    windows: Sequence[int | None] = (None,),
     **config: float,
 ) -> tuple[Scheduler, KVCacheManager]:
-    kv_cache_manager = KVCacheManager(
-        num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
-    )
     section = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})  # type: ignore[arg-type]
+    kv_cache_manager = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        windows=windows,
+        max_step_tokens=section.max_num_batched_tokens,
+    )
     scheduler = Scheduler(section, kv_cache_manager, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
     return scheduler, kv_cache_manager
 
@@ -125,11 +130,18 @@ class FakeModelRunner:
     """Rows as the workers keep them, with every check that a real worker would trip over.
 
     It keeps a KV "cache" of token ids by (block, offset), so that a prefix hit on a block with other contents,
-    or a block reused too early, becomes another token.
+    or a block reused too early, becomes another token. windows: of the KV cache groups.
     """
 
-    def __init__(self, *, block_size: int = 4, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        vocab_size: int = VOCAB_SIZE,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.vocab_size = vocab_size
         self.rows: dict[str, tuple[list[int], list[int]]] = {}
         self.num_computed: dict[str, int] = {}
@@ -156,8 +168,10 @@ class FakeModelRunner:
             token_ids, block_ids = self.rows[request_id]
             first = self.num_computed[request_id]
             assert first + count <= len(token_ids)
-            for position in range(first, first + count):
-                self.cells[self._cell(block_ids, position)] = token_ids[position]
+            assert len(block_ids) % len(self.windows) == 0
+            for group in range(len(self.windows)):
+                for position in range(first, first + count):
+                    self.cells[self._cell(block_ids, group, position)] = token_ids[position]
         masks = {}
         if given is not None and given.request_ids:
             assert given.step == scheduled.step
@@ -167,9 +181,9 @@ class FakeModelRunner:
         request_ids, sampled = [], []
         for request_id, count in scheduled.num_scheduled_tokens.items():
             token_ids, block_ids = self.rows[request_id]
+            seen = self._attend(token_ids, block_ids, self.num_computed[request_id], count)
             self.num_computed[request_id] += count
             if self.num_computed[request_id] == len(token_ids):
-                seen = [self.cells[self._cell(block_ids, position)] for position in range(len(token_ids))]
                 token_id = next_token(seen, self.vocab_size)
                 if request_id in masks:
                     choices = np.flatnonzero(masks.pop(request_id))
@@ -180,8 +194,19 @@ class FakeModelRunner:
         assert not masks, "a mask for a request that does not sample"
         return ModelRunnerOutput(step=scheduled.step, request_ids=request_ids, sampled_token_ids=sampled)
 
-    def _cell(self, block_ids: list[int], position: int) -> tuple[int, int]:
-        block_id = block_ids[position // self.block_size]
+    def _attend(self, token_ids: list[int], block_ids: list[int], first: int, count: int) -> list[int]:
+        """Read what the queries of a step see; what no group of layers sees is as it should be."""
+        seen = token_ids[: first + count]
+        for group, window in enumerate(self.windows):
+            start = 0 if window is None else max(0, first - window + 1)
+            for position in range(start, first + count):
+                token_id = self.cells[self._cell(block_ids, group, position)]
+                if token_id != token_ids[position]:
+                    seen[position] = token_id
+        return seen
+
+    def _cell(self, block_ids: list[int], group: int, position: int) -> tuple[int, int]:
+        block_id = block_ids[position // self.block_size * len(self.windows) + group]
         assert block_id != 0
         return block_id, position % self.block_size
 

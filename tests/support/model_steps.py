@@ -59,7 +59,8 @@ class RankThreads:
         self._pool = ThreadPoolExecutor(len(self.workers), thread_name_prefix="rank")
 
     def start(self) -> "RankThreads":
-        self._on_all(lambda worker: worker.start())
+        reports = self._on_all(lambda worker: worker.start())
+        self.num_kv_groups = len(reports[0].kv_windows)
         self._on_all(lambda worker: worker.initialize_kv_cache(128))
         return self
 
@@ -81,16 +82,20 @@ class _Held:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed: int
-    num_blocks: int
+    num_columns: int
 
 
 @dataclass
 class StepDriver:
-    """Scheduler for a handful of requests. worker: anything with `execute_model`."""
+    """Scheduler for a handful of requests. worker: anything with `execute_model`.
+
+    blocks: of each request, column by column: one block of each KV cache group
+    """
 
     worker: Worker | RankThreads
     block_size: int = 16
     step: int = 0
+    num_kv_groups: int = 1
     next_block: int = 1
     held: dict[str, _Held] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
@@ -109,13 +114,13 @@ class StepDriver:
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Hold a request from the next step on. shared_block_ids: full blocks whose KV is in the cache."""
-        num_computed = len(shared_block_ids) * self.block_size
+        num_computed = len(shared_block_ids) // self.num_kv_groups * self.block_size
         blocks = [*shared_block_ids]
-        while len(blocks) * self.block_size < len(token_ids):
-            blocks.append(self._take_block())
+        while len(blocks) // self.num_kv_groups * self.block_size < len(token_ids):
+            blocks += self._take_column()
         self.blocks[request_id] = blocks
         num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        self.held[request_id] = _Held(list(token_ids), num_prompt, num_computed, len(blocks))
+        self.held[request_id] = _Held(list(token_ids), num_prompt, num_computed, len(blocks) // self.num_kv_groups)
         self.new.append(
             NewRequest(
                 request_id=request_id,
@@ -145,10 +150,10 @@ class StepDriver:
         num_computed = [self.held[request_id].num_computed for request_id in num_tokens]
         for request_id, count in num_tokens.items():
             one = self.held[request_id]
-            added = []
-            while (one.num_blocks + len(added)) * self.block_size < one.num_computed + count:
-                added.append(self._take_block())
-            one.num_blocks += len(added)
+            added: list[int] = []
+            while one.num_columns * self.block_size < one.num_computed + count:
+                added += self._take_column()
+                one.num_columns += 1
             self.blocks[request_id] += added
             if added and request_id not in new_ids:
                 grown[request_id] = added
@@ -180,6 +185,11 @@ class StepDriver:
             self.run_step()
         return self.output_tokens(request_id)
 
-    def _take_block(self) -> int:
-        self.next_block += 1
-        return self.next_block - 1
+    def columns(self, request_id: str, first: int, stop: int) -> list[int]:
+        """Block ids of some columns of a request's table."""
+        return self.blocks[request_id][first * self.num_kv_groups : stop * self.num_kv_groups]
+
+    def _take_column(self) -> list[int]:
+        first = self.next_block
+        self.next_block += self.num_kv_groups
+        return list(range(first, self.next_block))

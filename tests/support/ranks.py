@@ -27,7 +27,7 @@ def open_ranks(folder: Path, tp_size: int, **settings: Any) -> Iterator[StepDriv
         ]
     )
     try:
-        yield StepDriver(ranks.start())
+        yield StepDriver(ranks.start(), num_kv_groups=ranks.num_kv_groups)
     finally:
         ranks.close()
         os.close(file)

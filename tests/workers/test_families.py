@@ -98,7 +98,7 @@ def test_a_window_holds_in_chunks_in_batches_and_after_a_prefix_hit(
             with_short = {"short": 1} if start < 3 * chunk else {}
             driver.run_step({"chunked": min(chunk, len(PROMPT) - start), **with_short})
         chunked = driver.generate("chunked", 6)
-        driver.add("hit", PROMPT, shared_block_ids=driver.blocks["chunked"][:3])
+        driver.add("hit", PROMPT, shared_block_ids=driver.columns("chunked", 0, 3))
         hit = driver.generate("hit", 6)
 
         assert (chunked[:6], hit, driver.output_tokens("short")[:6]) == (expected, expected, short)

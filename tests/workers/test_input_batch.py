@@ -60,7 +60,7 @@ def test_a_step_lays_chunks_and_decodes_side_by_side() -> None:
     assert step.token_ids.tolist() == [22, 10, 11, 12]
     assert step.positions.tolist() == [2, 0, 1, 2]
     assert step.rows.kv_lens.tolist() == [3, 3]
-    assert step.rows.block_tables[:, 0].tolist() == [5, 7]
+    assert step.rows.block_tables[0, :, 0].tolist() == [5, 7]
     assert [step.request_ids[row] for row in step.sampling_rows] == ["b"]
     assert step.last_token_index.tolist() == [0]
 
@@ -76,7 +76,7 @@ def test_sampled_tokens_are_the_next_steps_input() -> None:
     step = batch.build_step({"a": 1})
 
     assert (step.token_ids.tolist(), step.positions.tolist()) == ([42], [4])
-    assert step.rows.block_tables.tolist() == [[7, 9]]
+    assert step.rows.block_tables.tolist() == [[[7, 9]]]
     assert batch.sampling_batch(step).positions.tolist() == [1]
 
 

@@ -57,14 +57,18 @@ class Step:
         blocks = self.tables[row, positions // self.block_size]
         return torch.from_numpy(blocks * self.block_size + positions % self.block_size)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (None, self.window)
+
     def context(self) -> ForwardContext:
         rows = StepRows(
             query_lens=np.array([new for new, _ in self.lens]),
             kv_lens=np.array([new + computed for new, computed in self.lens]),
-            block_tables=self.tables,
+            block_tables=np.stack([self.tables] * 2),
             block_size=self.block_size,
         )
-        return build_forward_context(rows, windows=(None, self.window), dtype=torch.float32, device=CPU)
+        return build_forward_context(rows, windows=self.windows, dtype=torch.float32, device=CPU)
 
     def attend(self) -> torch.Tensor:
         context = self.context()
@@ -72,9 +76,9 @@ class Step:
             torch.cat([part[computed:] for part, (_, computed) in zip(parts, self.lens, strict=True)])
             for parts in (self.keys, self.values)
         )
-        write_kv(new_keys, new_values, self.k_cache, self.v_cache, context.slot_mapping)
+        write_kv(new_keys, new_values, self.k_cache, self.v_cache, context.slot_mappings[1])
         return paged_attention(
-            self.q, self.k_cache, self.v_cache, context.groups[self.window], scale=HEAD_SIZE**-0.5
+            self.q, self.k_cache, self.v_cache, context.groups[1], scale=HEAD_SIZE**-0.5
         )
 
     def expected(self) -> torch.Tensor:
@@ -115,7 +119,7 @@ def test_attention_is_a_softmax_over_the_tokens_that_a_query_sees(
 def test_decode_of_many_rows_takes_few_calls() -> None:
     step = Step([(1, 20 + 3 * row) for row in range(40)], kv_heads=1, group=2, block_size=16, seed=0)
 
-    groups = step.context().groups[None]
+    groups = step.context().groups[0]
 
     assert len(groups) <= 4
     assert sum(group.num_rows for group in groups) == 40
@@ -125,7 +129,7 @@ def test_a_row_whose_blocks_lie_side_by_side_is_read_in_place() -> None:
     step = Step([(1, 40)], kv_heads=1, group=1, block_size=16, seed=0)
     step.tables[0] = [3, 4, 5]
 
-    (group,) = step.context().groups[None]
+    (group,) = step.context().groups[0]
 
     assert group.slot_range == 48
     assert group.mask is None
@@ -136,22 +140,23 @@ def test_a_window_reads_no_more_keys_than_its_queries_see() -> None:
 
     groups = step.context().groups
 
-    assert sorted(group.kv_len for group in groups[20]) == [20, 23]
-    assert all(group.mask is None for group in groups[20] if group.query_len == 1)
+    assert sorted(group.kv_len for group in groups[1]) == [20, 23]
+    assert all(group.mask is None for group in groups[1] if group.query_len == 1)
     torch.testing.assert_close(step.attend(), step.expected(), atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_within_the_window_is_grouped_once() -> None:
+def test_a_step_within_the_window_is_laid_out_once() -> None:
     step = Step([(1, 30), (5, 0)], kv_heads=1, group=1, block_size=16, seed=0, window=31)
 
     groups = step.context().groups
 
-    assert groups[31] is groups[None]
+    assert [group.mask is of_window.mask for group, of_window in zip(*groups, strict=True)] == [True, True]
+    assert [len(group.slots) for group in groups[0]] == [len(group.slots) for group in groups[1]]
 
 
 def test_a_large_group_is_cut_into_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_context, "MAX_GATHERED_SLOTS", 64)
     step = Step([(1, 29)] * 5, kv_heads=2, group=1, block_size=4, seed=4)
 
-    assert [group.num_rows for group in step.context().groups[None]] == [2, 2, 1]
+    assert [group.num_rows for group in step.context().groups[0]] == [2, 2, 1]
     torch.testing.assert_close(step.attend(), step.expected(), atol=1e-5, rtol=1e-4)

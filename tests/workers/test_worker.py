@@ -11,6 +11,7 @@ from phalanx.shm.errors import ConfigError
 from phalanx.shm.status_board import Phase
 from phalanx.workers.config import CacheConfig, LoadFormat, ModelConfig, ParallelConfig
 from phalanx.workers.errors import DeviceMemoryError
+from phalanx.workers.kv_cache_groups import KVCacheGroup
 from phalanx.workers.memory import KVCacheShape, count_kv_blocks
 from phalanx.workers.messages import GrammarMasks, NewRequest, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
@@ -19,7 +20,8 @@ from phalanx.workers.worker_config import WorkerConfig
 from support.model_steps import make_worker
 from support.tiny_models import write_tiny_llama
 
-SHAPE = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=3, head_size=64, dtype=bfloat16)
+GROUPS = (KVCacheGroup(window=None, layers=(0, 1)),)
+SHAPE = KVCacheShape(groups=GROUPS, block_size=16, num_kv_heads=3, head_size=64, dtype=bfloat16)
 
 
 @pytest.fixture

@@ -17,23 +17,29 @@ ATTENTION_BACKEND = "torch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKVCache:
-    """The cache of one layer. k, v: [num_blocks, block_size, num_kv_heads, head_size]; block 0 stays zero."""
+    """The cache of one layer.
+
+    k, v:  [num_blocks, block_size, num_kv_heads, head_size]; block 0 stays zero. Shared with a layer of each other
+           KV cache group: no block is in the tables of two groups
+    group: whose block table leads to this layer's tokens
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    group: int = 0
 
 
 class PagedAttention(nn.Module):
     """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q.
 
-    scale:  of the products of queries and keys; None: the inverse square root of the head size
-    window: tokens that a query sees at most, itself among them; None: all before it
+    scale: of the products of queries and keys; None: the inverse square root of the head size
+
+    Which tokens a query sees is a matter of the layer's KV cache group.
     """
 
-    def __init__(self, head_size: int, *, scale: float | None = None, window: int | None = None) -> None:
+    def __init__(self, head_size: int, *, scale: float | None = None) -> None:
         super().__init__()
         self.scale = head_size**-0.5 if scale is None else scale
-        self.window = window
 
     def forward(
         self,
@@ -43,5 +49,5 @@ class PagedAttention(nn.Module):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> torch.Tensor:
-        write_kv(k, v, kv_cache.k, kv_cache.v, context.slot_mapping)
-        return paged_attention(q, kv_cache.k, kv_cache.v, context.groups[self.window], scale=self.scale)
+        write_kv(k, v, kv_cache.k, kv_cache.v, context.slot_mappings[kv_cache.group])
+        return paged_attention(q, kv_cache.k, kv_cache.v, context.groups[kv_cache.group], scale=self.scale)

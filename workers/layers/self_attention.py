@@ -1,6 +1,6 @@
 """The self-attention block of one layer: projections, rotary embedding, attention; this rank's heads.
 
-Called by: the models, which say what their family has of it: biases, norms of queries and keys, a window, a scale.
+Called by: the models, which say what their family has of it: biases, norms of queries and keys, a scale.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ from .shard import TensorShard
 class SelfAttention(nn.Module):
     """[num_tokens, hidden_size] -> the same.
 
-    window:      tokens that a query sees at most, itself among them; None: all before it
     scale:       of the products of queries and keys; None: the inverse square root of the head size
     qkv_bias:    the three input projections have biases
     output_bias: the output projection has one
@@ -36,7 +35,6 @@ class SelfAttention(nn.Module):
         group: TensorParallelGroup,
         dtype: torch.dtype,
         *,
-        window: int | None = None,
         scale: float | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
@@ -61,7 +59,7 @@ class SelfAttention(nn.Module):
         self.k_norm: RMSNorm | None = (
             None if qk_norm is None else qk_norm(head_size, config.rms_norm_eps, dtype)
         )
-        self.attention = PagedAttention(head_size, scale=scale, window=window)
+        self.attention = PagedAttention(head_size, scale=scale)
         self.o_proj = AttentionOutputLinear(
             head_size,
             config.num_attention_heads,

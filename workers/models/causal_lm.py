@@ -26,10 +26,7 @@ from ..transformer_config import LayerType, TransformerConfig
 
 
 class CausalLM(nn.Module, ABC):
-    """The whole model of one rank.
-
-    windows: attention windows of the layers, each once; None: full attention
-    """
+    """The whole model of one rank."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
@@ -44,7 +41,6 @@ class CausalLM(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.config = config
-        self.windows = tuple(dict.fromkeys(config.window(index) for index in range(config.num_hidden_layers)))
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, partition, group, dtype
         )

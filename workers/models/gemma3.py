@@ -53,7 +53,6 @@ class Gemma3Layer(DecoderLayer):
             partition,
             group,
             dtype,
-            window=config.window(index),
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,

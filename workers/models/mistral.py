@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama's layers, where a query sees the last tokens only.
+"""Mistral 7B and its kin: Llama's layers, whose queries may see the last tokens only (see kv_cache_groups.py).
 
 Called by: the Worker, through the registry.
 """
@@ -25,5 +25,5 @@ class MistralForCausalLM(CausalLM):
         dtype: torch.dtype,
         index: int,
     ) -> DecoderLayer:
-        attention = SelfAttention(config, partition, group, dtype, window=config.window(index))
+        attention = SelfAttention(config, partition, group, dtype)
         return PreNormLayer(config, dtype, attention=attention, mlp=GatedMLP(config, partition, group, dtype))

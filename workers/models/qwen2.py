@@ -25,5 +25,5 @@ class Qwen2ForCausalLM(CausalLM):
         dtype: torch.dtype,
         index: int,
     ) -> DecoderLayer:
-        attention = SelfAttention(config, partition, group, dtype, window=config.window(index), qkv_bias=True)
+        attention = SelfAttention(config, partition, group, dtype, qkv_bias=True)
         return PreNormLayer(config, dtype, attention=attention, mlp=GatedMLP(config, partition, group, dtype))

@@ -31,7 +31,6 @@ class Qwen3ForCausalLM(CausalLM):
             partition,
             group,
             dtype,
-            window=config.window(index),
             qk_norm=RMSNorm,
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
