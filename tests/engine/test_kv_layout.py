@@ -25,9 +25,7 @@ def held_blocks(windows, block_size, computed, stop):
     num_tokens=st.integers(1, 60),
     data=st.data(),
 )
-def test_a_request_never_holds_more_than_was_foreseen(
-    windows, block_size, max_step_tokens, num_tokens, data
-):
+def test_a_request_never_holds_more_than_was_foreseen(windows, block_size, max_step_tokens, num_tokens, data):
     layout = KVLayout(block_size=block_size, windows=windows, max_step_tokens=max_step_tokens)
     hit_columns = data.draw(st.integers(0, (num_tokens - 1) // block_size))
     computed = hit_columns * block_size

@@ -120,7 +120,9 @@ class StepDriver:
             blocks += self._take_column()
         self.blocks[request_id] = blocks
         num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        self.held[request_id] = _Held(list(token_ids), num_prompt, num_computed, len(blocks) // self.num_kv_groups)
+        self.held[request_id] = _Held(
+            list(token_ids), num_prompt, num_computed, len(blocks) // self.num_kv_groups
+        )
         self.new.append(
             NewRequest(
                 request_id=request_id,

@@ -77,9 +77,7 @@ class Step:
             for parts in (self.keys, self.values)
         )
         write_kv(new_keys, new_values, self.k_cache, self.v_cache, context.slot_mappings[1])
-        return paged_attention(
-            self.q, self.k_cache, self.v_cache, context.groups[1], scale=HEAD_SIZE**-0.5
-        )
+        return paged_attention(self.q, self.k_cache, self.v_cache, context.groups[1], scale=HEAD_SIZE**-0.5)
 
     def expected(self) -> torch.Tensor:
         results, token = [], 0
