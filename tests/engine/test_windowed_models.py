@@ -1,4 +1,4 @@
-"""Models with a sliding window through the whole engine: exact far beyond the window, in a cache that holds little more.
+"""Models with a sliding window through the whole engine: exact far beyond it, in a cache that holds little more.
 
 The reference is transformers, on the same random weights.
 """
