@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+if not Path("/dev/nvidiactl").exists():
+    # Triton reads it when it is imported, and torch may import it early.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _SETTLE_S = 5.0
 """How long a test's threads, children and descriptors may take to go after the test has ended."""
 

@@ -1,0 +1,166 @@
+"""Triton's fused kernels against their references in plain torch; on a card where there is one."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from phalanx.workers.kernels import embedding, triton_embedding
+from phalanx.workers.kernels.gelu_and_mul import gelu_and_mul
+from phalanx.workers.kernels.kv_cache import write_kv
+from phalanx.workers.kernels.rms_norm import offset_rms_norm, rms_norm
+from phalanx.workers.kernels.silu_and_mul import silu_and_mul
+from phalanx.workers.kernels.triton_activation import gated_activation
+from phalanx.workers.kernels.triton_linear import gemv, skinny_matmul
+from phalanx.workers.kernels.triton_norm import add_rms_norm
+from phalanx.workers.kernels.triton_rotary import rotate_and_store
+from phalanx.workers.layers.rotary import rotate
+from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
+
+EXAMPLES = 200 if HAS_CARD else 25
+WITHOUT_SHRINKING = settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.generate])
+"""Shrinking in the interpreter takes minutes."""
+EPSILON = 1e-6
+DTYPES = st.sampled_from([torch.float32, NARROW])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.integers(0, 5), size=st.sampled_from([1, 64, 100, 576, 1024, 2560]), dtype=DTYPES,
+    has_residual=st.booleans(), is_offset=st.booleans(), stride=st.integers(0, 3),
+)  # fmt: skip
+def test_add_and_norm(
+    rows: int, size: int, dtype: torch.dtype, has_residual: bool, is_offset: bool, stride: int
+) -> None:
+    x = random(rows, size + stride, dtype=dtype)[:, :size]
+    residual = random(rows, size, dtype=dtype, seed=1) if has_residual else None
+    weight = random(size, dtype=dtype, seed=2)
+
+    normalized, total = add_rms_norm(x, residual, weight, EPSILON, is_offset=is_offset)
+
+    expected_total = x if residual is None else x + residual
+    reference = offset_rms_norm if is_offset else rms_norm
+    torch.testing.assert_close(total, expected_total, rtol=0.0, atol=0.0)
+    if rows:
+        expected = reference(expected_total, weight, EPSILON)
+        assert relative_error(normalized, expected) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    tokens=st.integers(0, 5),
+    size=st.sampled_from([0, 1, 100, 1024, 1536, 3000]),
+    dtype=DTYPES,
+    is_gelu=st.booleans(),
+)
+def test_gated_activation(tokens: int, size: int, dtype: torch.dtype, is_gelu: bool) -> None:
+    x = random(tokens, 2 * size, dtype=dtype)
+
+    result = gated_activation(x, is_gelu=is_gelu)
+
+    expected = (gelu_and_mul if is_gelu else silu_and_mul)(x)
+    assert result.shape == expected.shape
+    if expected.numel():
+        assert relative_error(result, expected) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    tokens=st.integers(0, 6),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (16, 8), (9, 3), (64, 1)]),
+    head_size=st.sampled_from([64, 80, 128, 256]),
+    dtype=DTYPES,
+    norm=st.sampled_from([None, "plain", "offset"]),
+    block_size=st.sampled_from([1, 16, 64]),
+)
+def test_rotate_and_store(
+    tokens: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype, norm: str | None, block_size: int
+) -> None:
+    num_heads, kv_heads = heads
+    qkv = random(tokens, num_heads + 2 * kv_heads, head_size, dtype=dtype)
+    cos, sin = random(tokens, 2, head_size // 2, seed=1).split(1, dim=1)
+    weights = [random(head_size, dtype=dtype, seed=seed) for seed in (2, 3)]
+    caches = [
+        random(8, kv_heads, block_size, head_size, dtype=dtype, seed=4).transpose(1, 2) for _ in range(2)
+    ]
+    expected_caches = [cache.contiguous() for cache in caches]
+    num_slots = 8 * block_size
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
+    # The last token is padding: it has no slot.
+    slots[-1:] = -1
+
+    queries = rotate_and_store(
+        qkv, cos, sin, *caches, slots, num_heads=num_heads, epsilon=EPSILON,
+        q_weight=None if norm is None else weights[0], k_weight=None if norm is None else weights[1],
+        is_offset=norm == "offset",
+    )  # fmt: skip
+
+    q, k, v = qkv.split((num_heads, kv_heads, kv_heads), dim=1)
+    if norm is not None:
+        reference = offset_rms_norm if norm == "offset" else rms_norm
+        q, k = reference(q, weights[0], EPSILON), reference(k, weights[1], EPSILON)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    write_kv(k[:-1], v[:-1], *expected_caches, slots[:-1])
+    if tokens:
+        assert relative_error(queries, q) < tolerance(dtype)
+    assert relative_error(caches[0], expected_caches[0]) < tolerance(dtype)
+    torch.testing.assert_close(caches[1].contiguous(), expected_caches[1], rtol=0.0, atol=0.0)
+
+
+@WITHOUT_SHRINKING
+@given(
+    tokens=st.integers(0, 6),
+    size=st.sampled_from([1, 100, 1024, 1100]),
+    first_row=st.sampled_from([0, 7, 40]),
+)
+def test_embedding_of_a_ranks_own_rows(tokens: int, size: int, first_row: int) -> None:
+    weight = random(20, size)
+    ids = torch.randint(0, 60, (tokens,), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+
+    result = triton_embedding.embed_own_rows(ids, weight, first_row)
+
+    expected = embedding.embed_own_rows(ids, weight, first_row)
+    torch.testing.assert_close(result, expected, rtol=0.0, atol=0.0)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 64, 130]), inputs=st.sampled_from([1, 64, 100, 576, 2048]),
+    dtype=DTYPES, has_bias=st.booleans(),
+)  # fmt: skip
+def test_gemv(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if has_bias else None
+
+    result = gemv(x, weight, bias)
+
+    assert relative_error(result, _product(x, weight, bias)) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.integers(1, 64), outputs=st.sampled_from([1, 16, 100, 300]), inputs=st.sampled_from([16, 100, 256, 600]),
+    dtype=DTYPES, has_bias=st.booleans(),
+)  # fmt: skip
+def test_skinny_matmul(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if has_bias else None
+
+    result = skinny_matmul(x, weight, bias)
+
+    assert relative_error(result, _product(x, weight, bias)) < tolerance(dtype)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    result = x.double() @ weight.double().T
+    return result if bias is None else result + bias.double()
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_gemv_takes_one_to_four_rows(rows: int) -> None:
+    with pytest.raises(AssertionError):
+        gemv(random(rows, 64), random(8, 64))
