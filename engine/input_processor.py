@@ -7,13 +7,13 @@ Thread: `process` may be called from any thread.
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ..workers.config import ModelConfig
+from ..workers.config import DEFAULT_MAX_LOGPROBS, ModelConfig
 from ..workers.sampling_params import SamplingParams
 from ..workers.transformer_config import read_transformer_config
 from .block_hash import extend_block_hashes, extra_keys_of
@@ -71,7 +71,8 @@ class InputProcessor:
 
     eos_token_ids: the model's end-of-sequence tokens
     max_model_len: longest prompt plus output in tokens
-    vocab_size:    of the model; the tokenizer may know fewer ids
+    vocab_size:    of the model; the tokenizer may know fewer ids, and the others are never sampled
+    max_logprobs:  most that a request may ask for at each token; -1: no limit
     block_size:    of the engine cores' KV blocks, once it is known: prompts are hashed here then, and only here
     """
 
@@ -82,6 +83,7 @@ class InputProcessor:
         eos_token_ids: Sequence[int],
         max_model_len: int,
         vocab_size: int,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -91,6 +93,9 @@ class InputProcessor:
         self.block_size: int | None = None
         eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         self.eos_token_ids = tuple(token_id for token_id in dict.fromkeys(eos) if token_id < vocab_size)
+        self._max_logprobs = max_logprobs
+        num_real = max(tokenizer.vocab_size, *(token_id + 1 for token_id in (-1, *self.eos_token_ids)))
+        self._vocab_limit = num_real if num_real < vocab_size else None
         self._clock = clock
 
     @classmethod
@@ -109,6 +114,7 @@ class InputProcessor:
             eos_token_ids=config.eos_token_ids,
             max_model_len=max_model_len or model.max_model_len or config.max_position_embeddings,
             vocab_size=config.vocab_size,
+            max_logprobs=model.max_logprobs,
         )
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -174,6 +180,7 @@ class InputProcessor:
             priority=options.priority,
             cache_salt=options.cache_salt,
             deadline_at=None if options.timeout_s is None else arrived_at + options.timeout_s,
+            vocab_limit=self._vocab_limit,
             block_hashes=block_hashes,
             routed_dp_rank=options.dp_rank,
             session_id=options.session_id,
@@ -182,12 +189,11 @@ class InputProcessor:
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         budget = self.max_model_len - num_prompt_tokens
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}, but the vocabulary ends at {self.vocab_size - 1}",
-                    field="stop_token_ids",
-                )
+        self._check_sampling(params)
+        if params.bad_words:
+            words = tuple(self._spell(word) for word in params.bad_words)
+            spelled = dict.fromkeys((*params.bad_words_token_ids, *(ids for word in words for ids in word)))
+            params = msgspec.structs.replace(params, bad_words_token_ids=tuple(spelled))
         if params.max_tokens is not None:
             if params.max_tokens > budget:
                 raise InvalidRequestError(
@@ -202,6 +208,40 @@ class InputProcessor:
                 field="min_tokens",
             )
         return msgspec.structs.replace(params, max_tokens=budget)
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        """Check what depends on the model: ids that would stand outside a row of logits, and how much is shown."""
+        listed: dict[str, Iterable[int]] = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_token_ids": (token_id for word in params.bad_words_token_ids for token_id in word),
+        }
+        for field, token_ids in listed.items():
+            largest = max(token_ids, default=0)
+            if largest >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"{field} holds {largest}, but the vocabulary ends at {self.vocab_size - 1}", field=field
+                )
+        for field in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, field)
+            if wanted is None or self._max_logprobs == -1:
+                continue
+            if wanted == -1 or wanted > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{field} must be at most {self._max_logprobs}, the limit of this server, not {wanted}",
+                    field=field,
+                )
+
+    def _spell(self, word: str) -> list[tuple[int, ...]]:
+        """Tokens of a bad word: as it stands, and as it stands after a space."""
+        plain = tuple(self.tokenizer.encode(word, add_special_tokens=False))
+        if not plain:
+            raise InvalidRequestError(f"bad_words holds {word!r}, which has no tokens", field="bad_words")
+        spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        # Otherwise the space is a token of its own, and what follows it is the word as it stands.
+        is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
+        return [plain, spaced] if is_other else [plain]
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

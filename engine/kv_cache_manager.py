@@ -99,9 +99,10 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """Find the longest prefix of `request` in the cache, at most all tokens but one; column by column.
 
-        One token must be computed, or there would be nothing to sample from. No side effects.
+        One token must be computed, or there would be nothing to sample from. None for a request that needs its
+        whole prompt computed. No side effects.
         """
-        if not self.shares_prefixes:
+        if not self.shares_prefixes or request.needs_whole_prompt:
             return []
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         block_hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]

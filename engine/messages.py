@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ..workers.messages import LogprobTable
 from ..workers.sampling_params import SamplingParams
 from .prefix_log import PrefixDelta
 
@@ -47,6 +48,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     num_expected_cached_tokens: prompt tokens that the front end expects in the prefix cache
     routed_dp_rank:   the replica that the client asks for; None: any
     session_id:       requests of one session go to one replica where sessions are sticky
+    vocab_limit:      ids from here on are padding of the model's vocabulary, and never sampled; None: all are real
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     num_expected_cached_tokens: int = 0
     routed_dp_rank: int | None = None
     session_id: str | None = None
+    vocab_limit: int | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -113,6 +116,9 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     is_invalid:        the request itself is at fault; otherwise an error is that of the replica, and the request
                        may be tried again
     retry_after_s:     set when the request was refused because the queue is full
+    logprobs:          of the new tokens, one position for each, when the request asked
+    prompt_logprobs:   of all prompt tokens but the first, with the first token of a request that asked; once in all
+                       its attempts
     """
 
     request_id: str
@@ -125,6 +131,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     is_invalid: bool = False
     is_poisonous: bool = False
     retry_after_s: float | None = None
+    logprobs: LogprobTable | None = None
+    prompt_logprobs: LogprobTable | None = None
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,9 +21,11 @@ from .errors import (
     RequestTimeoutError,
 )
 from .input_processor import ProcessedRequest
+from .logprobs import LogprobReader, PositionLogprobs, read_prompt
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from .outputs import CompletionOutput, OutputKind, RequestOutput, RequestTimes, merge_deltas
 from .parallel_sampling import SampleGroup, fan_out
+from .token_text import TokenTexts
 from .tokenizer import Tokenizer
 
 _FAILURES = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT})
@@ -88,6 +90,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._groups: dict[str, SampleGroup] = {}
@@ -125,7 +128,7 @@ class OutputProcessor:
             self._groups[request_id] = group
         for index, child in enumerate(children):
             self._states[child.request_id] = _RequestState(
-                self._tokenizer, child, processed.prompt, stream, kind, group, index
+                self._tokenizer, self._texts, child, processed.prompt, stream, kind, group, index
             )
         return children
 
@@ -194,6 +197,7 @@ class _RequestState:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        texts: TokenTexts,
         request: EngineCoreRequest,
         prompt: str | None,
         stream: RequestStream | None,
@@ -215,6 +219,13 @@ class _RequestState:
         self._num_cached_tokens = 0
         self._first_token_at: float | None = None
         params = self.request.sampling_params
+        self._texts = texts
+        self._logprobs: list[PositionLogprobs] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._logprob_reader: LogprobReader | None = None
+        if params.logprobs is not None:
+            self._logprob_reader = LogprobReader(texts, request.prompt_token_ids)
         self._detokenizer: Detokenizer | None = None
         if params.detokenize:
             self._detokenizer = Detokenizer(
@@ -232,6 +243,7 @@ class _RequestState:
         if core_output.new_token_ids and self._first_token_at is None:
             self._first_token_at = now
         self._append(core_output)
+        self._append_logprobs(core_output)
         if self.finish_reason is None and self.stream is None:
             return None
         return self._make_output(now)
@@ -256,13 +268,26 @@ class _RequestState:
             if stop is not None:
                 self.finish_reason, self._stop_reason = FinishReason.STOP, stop
 
+    def _append_logprobs(self, core_output: EngineCoreOutput) -> None:
+        if core_output.prompt_logprobs is not None:
+            prompt = self.request.prompt_token_ids
+            self._prompt_logprobs = read_prompt(self._texts, prompt, core_output.prompt_logprobs)
+        if self._logprob_reader is None or core_output.logprobs is None:
+            return
+        # Tokens after the end of the output have none.
+        count = len(self._token_ids) - len(self._logprobs)
+        positions = self._logprob_reader.read(core_output.logprobs)[:count]
+        for position, token_id in zip(positions, self._token_ids[len(self._logprobs) :], strict=True):
+            self._cumulative_logprob += position[token_id].logprob
+        self._logprobs += positions
+
     def _make_output(self, now: float) -> RequestOutput:
         text = self._detokenizer.text if self._detokenizer is not None else ""
+        has_logprobs = self._logprob_reader is not None
+        first = 0
         if self._kind is OutputKind.DELTA:
-            new_text, new_token_ids = (
-                text[self._num_shown_characters :],
-                self._token_ids[self._num_shown_tokens :],
-            )
+            first = self._num_shown_tokens
+            new_text, new_token_ids = text[self._num_shown_characters :], self._token_ids[first:]
             self._num_shown_characters, self._num_shown_tokens = len(text), len(self._token_ids)
         else:
             new_text, new_token_ids = text, list(self._token_ids)
@@ -271,6 +296,8 @@ class _RequestState:
             token_ids=new_token_ids,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            logprobs=self._logprobs[first:] if has_logprobs else None,
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
         )
         is_finished = self.finish_reason is not None
         return RequestOutput(
@@ -286,6 +313,7 @@ class _RequestState:
                 first_token_at=self._first_token_at,
                 finished_at=now if is_finished else None,
             ),
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

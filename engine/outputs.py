@@ -7,6 +7,7 @@ Instants are `time.monotonic()` of this host.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from .logprobs import PositionLogprobs
 from .messages import FinishReason
 
 
@@ -37,6 +38,8 @@ class CompletionOutput:
     finish_reason: None while it runs
     stop_reason:   the client's stop token or stop string that ended it
     index:         which of the n samples
+    logprobs:      one entry for each of token_ids; None when the request did not ask
+    cumulative_logprob: sum over all tokens so far, also where token_ids are the new ones only
     """
 
     text: str
@@ -44,6 +47,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     index: int = 0
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class RequestOutput:
     prompt:            its text; None when it came as tokens
     num_cached_tokens: prompt tokens that the prefix cache gave
     num_output_tokens: of all samples, also when `outputs` holds what is new only
+    prompt_logprobs:   one entry for each prompt token, None for the first; None as a whole when the request did not
+                       ask, and until its first token
     """
 
     request_id: str
@@ -63,6 +70,7 @@ class RequestOutput:
     num_cached_tokens: int
     num_output_tokens: int
     times: RequestTimes
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
 
 def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
@@ -71,8 +79,14 @@ def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     for second in later.outputs:
         first = merged.get(second.index)
         if first is not None:
+            logprobs = second.logprobs
+            if logprobs is not None and first.logprobs is not None:
+                logprobs = first.logprobs + logprobs
             second = replace(
-                second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids
+                second,
+                text=first.text + second.text,
+                token_ids=first.token_ids + second.token_ids,
+                logprobs=logprobs,
             )
         merged[second.index] = second
     return replace(later, outputs=[merged[index] for index in sorted(merged)])

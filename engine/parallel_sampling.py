@@ -16,17 +16,21 @@ _SEEDS = 1 << 64
 
 
 def fan_out(processed: ProcessedRequest) -> list[EngineCoreRequest]:
-    """Make one request for each sample, number i with seed + i. They differ in nothing else."""
+    """Make one request for each sample, number i with seed + i.
+
+    They differ in nothing else, but that the first one alone tells of the prompt.
+    """
     request = processed.core_request
     num_samples = request.sampling_params.n
     if num_samples == 1:
         return [request]
     params = msgspec.structs.replace(request.sampling_params, n=1)
+    silent = msgspec.structs.replace(params, prompt_logprobs=None)
     return [
         msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}#{index}",
-            sampling_params=params,
+            sampling_params=params if index == 0 else silent,
             seed=_wrap(request.seed + index),
             group_id=request.request_id,
         )
@@ -68,6 +72,7 @@ class SampleGroup:
             outputs=shown,
             finished=is_finished,
             num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs,
             num_output_tokens=sum(latest.num_output_tokens for latest in self._latest.values()),
             times=replace(
                 output.times,

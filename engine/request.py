@@ -138,6 +138,27 @@ class Request:
             num_tokens = max(1, num_tokens - self.core_request.num_expected_cached_tokens)
         return num_tokens
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """True when something is asked of every prompt token, so that none may come from the prefix cache."""
+        has_output = len(self.token_ids) > self.num_prompt_tokens
+        return self.core_request.sampling_params.prompt_logprobs is not None and not has_output
+
+    @property
+    def has_allowed_tokens(self) -> bool:
+        """True when the client named the only tokens that may come."""
+        return self.core_request.sampling_params.allowed_token_ids is not None
+
+    def reject(self, token_id: int) -> str | None:
+        """Move the grammar on by a sampled token. Returns what is wrong with the request when it cannot go on."""
+        if self.matcher is None:
+            return None
+        allowed = self.core_request.sampling_params.allowed_token_ids
+        # The sampler prefers the grammar where both together leave nothing.
+        if allowed is not None and token_id not in allowed:
+            return "allowed_token_ids: the grammar of structured_outputs allows none of them here"
+        return None if self.matcher.accept((token_id,)) else "the output left its grammar"
+
     def may_run_ahead(self, num_tokens: int) -> bool:
         """Say whether the token after a placeholder may be scheduled. num_tokens: placeholders included.
 
@@ -190,4 +211,5 @@ class Request:
             sampling_params=self.core_request.sampling_params,
             seed=self.core_request.seed,
             stop_token_ids=tuple(sorted(self.end_token_ids)),
+            vocab_limit=self.core_request.vocab_limit,
         )

@@ -236,13 +236,13 @@ class Scheduler:
                 continue
             # A request that was preempted meanwhile takes its token like any other: it is a valid sample.
             request.num_placeholders -= 1
-            if request.matcher is not None and not request.matcher.accept((token_id,)):
+            if request.matcher is not None and (error := request.reject(token_id)):
                 self._finish(request)
-                outputs.append(refuse(request.core_request, "the output left its grammar", is_invalid=False))
+                outputs.append(refuse(request.core_request, error, is_invalid=request.has_allowed_tokens))
                 continue
             stop = request.append_output_token(token_id)
             self._num_output_tokens_total += 1
-            outputs.append(make_output(request, new_token_ids=[token_id], stop=stop))
+            outputs.append(make_output(request, new_token_ids=[token_id], stop=stop, sampled=output))
             if stop is not None:
                 self._kv.publish(request)
                 self._finish(request)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..workers.messages import GrammarMasks
+from ..workers.messages import GrammarMasks, ModelRunnerOutput
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from .request import Request, RequestStatus, Stop
 
@@ -22,12 +22,21 @@ def make_output(
     new_token_ids: list[int] | None = None,
     stop: Stop | None = None,
     finish_reason: FinishReason | None = None,
+    sampled: ModelRunnerOutput | None = None,
 ) -> EngineCoreOutput:
-    """Say what a request got, and whether it ended: by a `stop`, or otherwise with `finish_reason`."""
+    """Say what a request got, and whether it ended: by a `stop`, or otherwise with `finish_reason`.
+
+    sampled: of the step that made the new tokens, with their log-probabilities
+    """
+    logprobs = sampled.logprobs.get(request.request_id) if sampled and sampled.logprobs else None
     if request.has_reported_cached_tokens and stop is None and finish_reason is None:
         return EngineCoreOutput(
-            request_id=request.request_id, attempt=request.attempt, new_token_ids=new_token_ids or []
+            request_id=request.request_id,
+            attempt=request.attempt,
+            new_token_ids=new_token_ids or [],
+            logprobs=logprobs,
         )
+    prompt_logprobs = sampled.prompt_logprobs.get(request.request_id) if sampled else None
     num_cached_tokens = 0
     if not request.has_reported_cached_tokens:
         request.has_reported_cached_tokens = True
@@ -39,6 +48,8 @@ def make_output(
         finish_reason=stop.finish_reason if stop else finish_reason,
         stop_reason=stop.stop_reason if stop else None,
         num_cached_tokens=num_cached_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from ..shm.errors import ConfigError
 
+DEFAULT_MAX_LOGPROBS = 20
+"""As OpenAI has it."""
+
 
 class DeviceType(StrEnum):
     """Where a rank computes. AUTO becomes CUDA or CPU before any process starts."""
@@ -58,7 +61,7 @@ class ModelConfig:
     load_format: LoadFormat = LoadFormat.AUTO
     max_model_len: int | None = None
     """Longest prompt plus output in tokens. None: what the model was trained for."""
-    max_logprobs: int = 20
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     """Most log-probabilities that a client may ask for at each token. -1: no limit, the whole vocabulary included."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     """Which numbers clients get as log-probabilities."""

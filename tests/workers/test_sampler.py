@@ -351,12 +351,10 @@ def test_draws_follow_the_distribution(params: dict[str, object]) -> None:
     logits = np.random.default_rng(3).normal(size=24) * 2
     row = make_row(logits.tolist(), seed=17, output=[1, 2, 2, 7], **params)
     expected = expect(row).probabilities
-    held = hold([row])
-    batch = batch_of(held, [row])
     tokens = []
+    rows = [row] * 2000
+    held = hold(rows)
     for position in range(0, num_draws, 2000):
-        rows = [row] * 2000
-        held = hold(rows)
         batch = held.batch(np.arange(2000), np.arange(position, position + 2000))
         tokens += sample(logits_of(rows), batch).token_ids.tolist()
 
