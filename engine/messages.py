@@ -106,7 +106,7 @@ ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCac
 """All that a front end may send to an engine core."""
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step made for one request.
 
     stop_reason:       the stop token that ended it, when it was one of the client's

@@ -159,13 +159,6 @@ class Request:
             return "allowed_token_ids: the grammar of structured_outputs allows none of them here"
         return None if self.matcher.accept((token_id,)) else "the output left its grammar"
 
-    def may_run_ahead(self, num_tokens: int) -> bool:
-        """Say whether the token after a placeholder may be scheduled. num_tokens: placeholders included.
-
-        No: the token on its way is the last one, whatever it is.
-        """
-        return num_tokens < self.max_num_tokens
-
     def append_output_token(self, token_id: int) -> Stop | None:
         """Take over a sampled token, and say whether it ends the request."""
         token_ids = self.token_ids

@@ -128,7 +128,7 @@ def test_a_wrong_prompt_among_many_computes_nothing(llm):
 def test_an_interrupt_ends_the_call_and_the_next_one_goes_on(llm, expected):
     def interrupt():
         # A length can be looked at from another thread; the statistics are the owner's alone.
-        while len(llm._client._core._scheduler._running) == 0:
+        while len(llm._client._core._scheduler._book.running) == 0:
             pass
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -120,8 +120,8 @@ def test_ten_thousand_requests_come_out_whole_in_order_and_leave_nothing(depth):
     stats = scheduler.stats()
     assert stats.num_output_tokens_total == sum(fate.num_tokens for fate in fates.values())
     assert stats.prefix_hit_tokens > 0.1 * stats.prefix_queried_tokens
-    assert scheduler._deadlines.next_at is None
-    assert scheduler._leaders == {}
+    assert scheduler.next_deadline_at is None
+    scheduler.check_invariants()
     assert kv.reset_prefix_cache()
 
 
