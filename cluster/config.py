@@ -25,6 +25,13 @@ class ClusterConfig:
     """Pause before a process is started again; doubled with each further death, up to max_restart_backoff_s."""
     max_restart_backoff_s: float = 30.0
     """Longest such pause."""
+    hang_timeout_s: float = 30.0
+    """A replica is started again when its engine core does nothing for so long outside a step, or for so long beyond
+    executor.step_timeout_s within one, or when one of its processes is stopped by a signal for so long."""
+    min_ready_replicas: int = 1
+    """With fewer replicas that serve, /ready says 503."""
+    admin_timeout_s: float = 900.0
+    """For one replica's part of an administrator's command that names no time of its own."""
     replay_wait_s: float = 120.0
     """How long a request whose replica was lost waits for another one, before it ends with an error."""
 
@@ -33,9 +40,21 @@ class ClusterConfig:
             raise ConfigError(
                 "cluster.data_parallel_size", f"must be at least 1, not {self.data_parallel_size}"
             )
+        if not 0 <= self.min_ready_replicas <= self.data_parallel_size:
+            raise ConfigError(
+                "cluster.min_ready_replicas",
+                f"must be in [0, cluster.data_parallel_size], not {self.min_ready_replicas}",
+            )
         if self.max_restarts < 0:
             raise ConfigError("cluster.max_restarts", f"must not be negative, not {self.max_restarts}")
-        for name in ("start_timeout_s", "stop_timeout_s", "restart_window_s", "restart_backoff_s"):
+        for name in (
+            "start_timeout_s",
+            "stop_timeout_s",
+            "restart_window_s",
+            "restart_backoff_s",
+            "hang_timeout_s",
+            "admin_timeout_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}", "must be positive")
         for name in ("drain_timeout_s", "replay_wait_s"):

@@ -92,8 +92,11 @@ class DpClient:
         self._snapshot_task = asyncio.create_task(self._follow_snapshots(), name="load snapshots")
 
     def apply(self, update: FleetUpdate) -> None:
-        """Take the supervisor's word on who serves, and where."""
+        """Take the supervisor's word on who serves, and where. Requests have moved when it returns."""
         assert self._sockets is not None
+        for dp_rank in self._replicas.keys() - {replica.dp_rank for replica in update.replicas}:
+            if self._replicas.pop(dp_rank).state is ReplicaState.READY:
+                self._lose(dp_rank)
         for replica in update.replicas:
             known = self._replicas.get(replica.dp_rank)
             if known == replica:
@@ -101,6 +104,9 @@ class DpClient:
             self._replicas[replica.dp_rank] = replica
             # A replica may be lost and back, under a new epoch, between two updates.
             if known is not None and known.state is ReplicaState.READY:
+                if replica.state is ReplicaState.WITHHELD and replica.epoch == known.epoch:
+                    self._move_away(replica.dp_rank)
+                    continue
                 self._lose(replica.dp_rank)
             if replica.state is ReplicaState.READY:
                 self._sockets.connect(replica.dp_rank, replica.input_address)
@@ -204,6 +210,14 @@ class DpClient:
         num_lost = self._replay.num_unfinished(dp_rank)
         self._tell(self._replay.lose(dp_rank, self._clock()))
         log.warning("replica lost dp_rank=%d requests=%d", dp_rank, num_lost)
+
+    def _move_away(self, dp_rank: int) -> None:
+        """A replica lives, and shall have none of our requests."""
+        assert self._sockets is not None
+        moved = self._replay.move_away(dp_rank, self._clock())
+        with contextlib.suppress(ReplicaLostError):
+            self._sockets.send(dp_rank, AbortRequests(request_ids=moved))
+        log.info("replica withheld dp_rank=%d requests=%d", dp_rank, len(moved))
 
     def _send_lost_requests(self) -> None:
         """Give lost requests to the replicas that serve, and see to it that none waits for ever."""

@@ -107,15 +107,23 @@ class ReplayLog:
             news.append(output)
         return news
 
+    def move_away(self, dp_rank: int, now: float) -> list[str]:
+        """A replica that lives shall have no requests: park them, and return their ids. Nobody is suspected of it."""
+        moved = [name for name, entry in self._entries.items() if entry.dp_rank == dp_rank]
+        for name in moved:
+            self._park(name, now)
+            if not self._entries[name].made_progress:
+                self._unclear_ranks.add(dp_rank)
+            if self._trial_id == name:
+                self._trial_id = None
+        return moved
+
     def lose(self, dp_rank: int, now: float) -> list[EngineCoreOutput]:
         """A replica is gone: park its requests, and return the errors of those that end with it."""
         lost = {name: entry for name, entry in self._entries.items() if entry.dp_rank == dp_rank}
         suspects = []
         for name, entry in lost.items():
-            entry.dp_rank = None
-            entry.attempt += 1
-            entry.parked_at = now
-            self._parked[name] = None
+            self._park(name, now)
             if entry.made_progress:
                 entry.num_suspicions = 0
             else:
@@ -208,6 +216,13 @@ class ReplayLog:
         if self._trial_id == request_id:
             self._trial_id = None
         return self._entries.pop(request_id, None)
+
+    def _park(self, request_id: str, now: float) -> None:
+        entry = self._entries[request_id]
+        entry.dp_rank = None
+        entry.attempt += 1
+        entry.parked_at = now
+        self._parked[request_id] = None
 
     def _clear(self, request_id: str, entry: _Entry) -> None:
         entry.made_progress = True

@@ -11,148 +11,54 @@ A child that dies while the cluster serves is started again, under a new epoch, 
 death; the rest serves on meanwhile. One that dies more often than its budget allows is given up. Without any
 replica, or without a front end, the cluster ends with ExitCode.FAILED. A child that never became ready while the
 cluster starts is not started again: what is wrong then is the configuration, the model or the machine.
-Whatever the cause, every end goes through STOPPING, and STOPPING has a deadline after which everything is killed.
+An operator may have a replica started anew, drained, added or removed meanwhile; a process that leaves by such a wish
+has not died. Whatever the cause, every end goes through STOPPING, and STOPPING has a deadline after which everything
+is killed.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ..shm.exit_codes import ExitCode
-
-
-class ChildKind(StrEnum):
-    """What a child of the supervisor is."""
-
-    API_SERVER = "api server"
-    COORDINATOR = "coordinator"
-    ENGINE_CORE = "engine core"
-
-
-class ChildState(StrEnum):
-    """Where a child is in its life."""
-
-    STARTING = "starting"
-    READY = "ready"
-    PAUSED = "paused"
-    """Dead, and to be started again after a pause."""
-    GIVEN_UP = "given up"
-    """Dead, and not to be started again."""
-
-
-class ClusterState(StrEnum):
-    """Where the cluster is in its life."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-    STOPPING = "stopping"
-    DONE = "done"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildReady:
-    """A child serves."""
-
-    role: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildExited:
-    """A child is gone. problem: one sentence; is_config_error: it refused its configuration."""
-
-    role: str
-    problem: str
-    exitcode: int
-    is_config_error: bool
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested:
-    """SIGINT or SIGTERM."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """`Supervision.deadline` has passed."""
-
-    at: float
-
-
-Event = ChildReady | ChildExited | StopRequested | Tick
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishFleet:
-    """Tell the front ends which replicas serve."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announce:
-    """Everything is ready."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Start this child again, under a new epoch."""
-
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminate:
-    """Ask these children to leave."""
-
-    roles: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """Kill these children."""
-
-    roles: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Tell the operator."""
-
-    sentence: str
-
-
-Instruction = PublishFleet | Announce | Start | Terminate | Kill | Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """When a child that died is started again.
-
-    max_restarts:    within `window_s`; one death more and the child is given up
-    backoff_s:       pause after the first death in the window; doubled with each further one
-    max_backoff_s:   longest pause
-    start_timeout_s: for the new process to be ready
-    """
-
-    max_restarts: int
-    window_s: float
-    backoff_s: float
-    max_backoff_s: float
-    start_timeout_s: float
+from .supervision_events import (
+    AddReplica,
+    Announce,
+    ChildExited,
+    ChildKind,
+    ChildReady,
+    ChildState,
+    ClusterState,
+    Event,
+    Instruction,
+    Kill,
+    PublishFleet,
+    Recycle,
+    RemoveReplica,
+    ReplicaMode,
+    Report,
+    RestartPolicy,
+    SetMode,
+    Start,
+    StopRequested,
+    Terminate,
+    Tick,
+)
 
 
 @dataclass(slots=True)
 class _Child:
     kind: ChildKind
     state: ChildState = ChildState.STARTING
+    mode: ReplicaMode = ReplicaMode.ACTIVE
+    comes_back: bool = True
+    """LEAVING: whether it is started anew then."""
     epoch: int = 0
+    num_failures: int = 0
+    last_problem: str | None = None
     died_at: deque[float] = field(default_factory=deque)
     due_at: float = float("inf")
-    """PAUSED: when to start it. STARTING again: until when it must be ready."""
+    """PAUSED: when to start it. STARTING again: until when it must be ready. LEAVING: until when it must be gone."""
 
 
 class Supervision:
@@ -177,6 +83,8 @@ class Supervision:
         self.state = ClusterState.STARTING
         self.exit_code = ExitCode.OK
         self._children = {role: _Child(kind) for role, kind in children.items()}
+        # Epochs are never used twice, not even after a replica was removed and added again.
+        self._last_epochs: dict[str, int] = {}
         self._state_due_at = started_at + start_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -190,13 +98,30 @@ class Supervision:
             due_at = min(child.due_at for child in self._children.values())
         return due_at if due_at != float("inf") else None
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All children that there are, or shall be."""
+        return tuple(self._children)
+
     def child_state(self, role: str) -> ChildState:
         """Where a child is in its life."""
         return self._children[role].state
 
+    def mode(self, role: str) -> ReplicaMode:
+        """What a replica is for."""
+        return self._children[role].mode
+
     def epoch(self, role: str) -> int:
         """How often a child has been started again."""
         return self._children[role].epoch
+
+    def num_failures(self, role: str) -> int:
+        """How often a child has died by itself since the cluster serves."""
+        return self._children[role].num_failures
+
+    def last_problem(self, role: str) -> str | None:
+        """Why it died last; None: it never did."""
+        return self._children[role].last_problem
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; return what to do, in order."""
@@ -209,9 +134,20 @@ class Supervision:
                 return self._on_stop(event.at)
             case Tick():
                 return self._on_tick(event.at)
+            case SetMode():
+                self._children[event.role].mode = event.mode
+                return [PublishFleet()]
+            case Recycle():
+                return self._on_recycle(event.role, event.at)
+            case AddReplica():
+                return self._on_add(event.role, event.at)
+            case RemoveReplica():
+                return self._on_remove(event.role, event.at)
 
     def _on_ready(self, role: str) -> list[Instruction]:
         child = self._children[role]
+        if child.state is ChildState.LEAVING:
+            return []
         child.state = ChildState.READY
         child.due_at = float("inf")
         match self.state:
@@ -228,6 +164,8 @@ class Supervision:
 
     def _on_exit(self, event: ChildExited) -> list[Instruction]:
         child = self._children[event.role]
+        if child.state is ChildState.LEAVING and self.state is ClusterState.SERVING:
+            return self._on_left(event, child)
         child.state = ChildState.GIVEN_UP
         child.due_at = float("inf")
         instructions: list[Instruction] = []
@@ -249,6 +187,8 @@ class Supervision:
 
     def _on_death(self, event: ChildExited, child: _Child) -> list[Instruction]:
         """A child died while the cluster serves: start it again later, or give it up."""
+        child.num_failures += 1
+        child.last_problem = event.problem
         child.died_at.append(event.at)
         while child.died_at[0] <= event.at - self._restart.window_s:
             child.died_at.popleft()
@@ -263,6 +203,54 @@ class Supervision:
         if child.kind is not ChildKind.COORDINATOR and not self._is_coming(child.kind):
             instructions += self._stop_all(event.at, ExitCode.FAILED)
         return instructions
+
+    def _on_left(self, event: ChildExited, child: _Child) -> list[Instruction]:
+        """A child has left by an operator's wish."""
+        if child.comes_back:
+            return [*self._start(event.role, child, event.at), PublishFleet()]
+        self._last_epochs[event.role] = child.epoch
+        del self._children[event.role]
+        return [PublishFleet()]
+
+    def _start(self, role: str, child: _Child, at: float) -> list[Instruction]:
+        child.state = ChildState.STARTING
+        child.epoch += 1
+        child.due_at = at + self._restart.start_timeout_s
+        return [Start(role=role, epoch=child.epoch)]
+
+    def _on_recycle(self, role: str, at: float) -> list[Instruction]:
+        if self.state is not ClusterState.SERVING:
+            return []
+        child = self._children[role]
+        child.died_at.clear()
+        child.comes_back = True
+        if child.state in (ChildState.PAUSED, ChildState.GIVEN_UP):
+            return [*self._start(role, child, at), PublishFleet()]
+        return self._leave(role, child, at)
+
+    def _on_add(self, role: str, at: float) -> list[Instruction]:
+        if self.state is not ClusterState.SERVING or role in self._children:
+            return []
+        child = _Child(ChildKind.ENGINE_CORE, epoch=self._last_epochs.get(role, -1))
+        self._children[role] = child
+        return [*self._start(role, child, at), PublishFleet()]
+
+    def _on_remove(self, role: str, at: float) -> list[Instruction]:
+        if self.state is not ClusterState.SERVING or role not in self._children:
+            return []
+        child = self._children[role]
+        child.comes_back = False
+        if child.state in (ChildState.PAUSED, ChildState.GIVEN_UP):
+            self._last_epochs[role] = child.epoch
+            del self._children[role]
+            return [PublishFleet()]
+        return self._leave(role, child, at)
+
+    def _leave(self, role: str, child: _Child, at: float) -> list[Instruction]:
+        child.state = ChildState.LEAVING
+        child.due_at = at + self._stop_timeout_s
+        # The front ends hear of it first, and move what it has.
+        return [PublishFleet(), Terminate(roles=(role,))]
 
     def _on_exit_while_draining(self, event: ChildExited, child: _Child) -> list[Instruction]:
         """Nobody is started again now: the rest finishes what runs, as long as there is a rest."""
@@ -318,13 +306,13 @@ class Supervision:
             if at < child.due_at:
                 continue
             if child.state is ChildState.PAUSED:
-                child.state = ChildState.STARTING
-                child.epoch += 1
-                child.due_at = at + self._restart.start_timeout_s
-                instructions.append(Start(role=role, epoch=child.epoch))
-            else:  # its exit will be handled like any other
-                child.due_at = float("inf")
-                instructions += [Report(sentence=f"{role} did not become ready again"), Kill(roles=(role,))]
+                instructions += self._start(role, child, at)
+                continue
+            child.due_at = float("inf")
+            # Its exit will be handled like any other.
+            if child.state is ChildState.STARTING:
+                instructions.append(Report(sentence=f"{role} did not become ready again"))
+            instructions.append(Kill(roles=(role,)))
         return instructions
 
     def _stop_all(self, at: float, code: ExitCode) -> list[Instruction]:
@@ -342,11 +330,15 @@ class Supervision:
         return tuple(
             role
             for role, child in self._children.items()
-            if child.state in (ChildState.STARTING, ChildState.READY) and kind in (None, child.kind)
+            if child.state in (ChildState.STARTING, ChildState.READY, ChildState.LEAVING)
+            and kind in (None, child.kind)
         )
 
     def _is_coming(self, kind: ChildKind) -> bool:
         """True when a child of this kind is alive or will be started again."""
         return any(
-            child.kind is kind and child.state is not ChildState.GIVEN_UP for child in self._children.values()
+            child.kind is kind
+            and child.state is not ChildState.GIVEN_UP
+            and (child.state is not ChildState.LEAVING or child.comes_back)
+            for child in self._children.values()
         )

@@ -1,8 +1,12 @@
 """The supervisor: starts the cluster's processes, watches them, and carries out what Supervision decides.
 
 Runs in the main thread of `cluster-launch`. It waits in one place, for any of: a signal, a message of a child,
-the end of a child, a deadline. It imports neither torch nor the HTTP server. When it dies, by whatever signal,
-every child leaves by itself (see shm/child.py), and the folder of sockets goes (see shm/runtime_dir.py).
+the end of a child, a deadline, the next look at the status board. It imports neither torch nor the HTTP server. When
+it dies, by whatever signal, every child leaves by itself (see shm/child.py), and the folder of sockets goes (see
+shm/runtime_dir.py).
+
+A replica that hangs, its engine core or one of its workers (health.py), is killed as a whole; then it has died like any
+other. What operators wish comes in from the front end, and goes to the conductor (conductor.py).
 """
 
 import contextlib
@@ -12,24 +16,36 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
 from ..engine.config import EngineConfig
-from ..engine.core_args import EngineCoreArgs, EngineCoreReady
+from ..engine.core_control import CoreControl, CoreControlDone
 from ..shm.errors import ProcessDiedError, QueueClosedError, StartupError
 from ..shm.exit_codes import ExitCode
 from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner
 from ..shm.runtime_dir import RuntimeDir
 from ..shm.status_board import StatusBoard
-from ..workers.messages import ExecutorReport
+from .admin import ReplicaView
+from .conductor import Conductor
 from .config import ClusterConfig
-from .coordinator import CoordinatorArgs
-from .messages import FleetUpdate, FrontEndConnection, ReplicaInfo, ReplicaState
+from .fleet import API_SERVER, COORDINATOR, Fleet, core_role, kind_of, num_board_slots, rank_of
+from .fleet_view import FleetView
+from .hang_watch import HangWatch
+from .health import HangPolicy
+from .messages import (
+    AdminCommand,
+    AdminResult,
+    FleetApplied,
+    FromFrontEnd,
+    FrontEndConnection,
+    ToFrontEnd,
+)
+from .observer import ClusterObserver, ClusterReport, ProcessReport
+from .operations import Weights
 from .placement import Plan
-from .supervision import (
+from .supervision import Supervision
+from .supervision_events import (
     Announce,
     ChildExited,
     ChildKind,
@@ -44,55 +60,19 @@ from .supervision import (
     RestartPolicy,
     Start,
     StopRequested,
-    Supervision,
     Terminate,
     Tick,
 )
 
 log = logging.getLogger(__name__)
 
-COORDINATOR = "coordinator"
-API_SERVER = "api0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessReport:
-    """One process that serves: its role, pid and seconds from its spawn until it was ready."""
-
-    role: str
-    pid: int
-    ready_after_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterReport:
-    """What the supervisor knows when everything serves. replicas: by dp_rank."""
-
-    start_s: float
-    processes: tuple[ProcessReport, ...]
-    replicas: Mapping[int, ExecutorReport]
-
-
-class ClusterObserver(Protocol):
-    """Where the supervisor tells its story; the command line prints it. Called from the supervisor's thread."""
-
-    def progress(self, role: str, phase: str) -> None:
-        """A process, or a worker of one, begins a phase of its start."""
-
-    def serving(self, report: ClusterReport) -> None:
-        """Everything is ready."""
-
-    def problem(self, sentence: str) -> None:
-        """Something went wrong; what follows from it comes by itself."""
-
-    def stopping(self, state: ClusterState) -> None:
-        """The cluster drains or stops."""
-
 
 class Supervisor:
-    """One cluster, from its start to its end. `run` does it all.
+    """One cluster, from its start to its end. `run` does it all; main thread only.
 
     make_api_server: gives the spec of a front end's process; the cluster does not know what it serves
+    make_plan:       plans for another number of replicas. Raises ConfigError when they do not fit
+    check_weights:   raises ConfigError when replicas could not serve the weights at a path
     """
 
     def __init__(
@@ -102,24 +82,28 @@ class Supervisor:
         engine: EngineConfig,
         cluster: ClusterConfig,
         make_api_server: Callable[[FrontEndConnection], ChildSpec],
+        make_plan: Callable[[int], Plan],
+        check_weights: Callable[[str], None],
+        weights: Weights,
         observer: ClusterObserver,
     ) -> None:
         self._plan = plan
         self._engine = engine
         self._cluster = cluster
         self._make_api_server = make_api_server
+        self._make_plan = make_plan
+        self._check_weights = check_weights
+        self._first_weights = weights
         self._observer = observer
         self._children: dict[str, ChildProcess] = {}
         self._spawned_at: dict[str, float] = {}
         self._ready_after_s: dict[str, float] = {}
-        self._reports: dict[int, ExecutorReport] = {}
         self._selector = selectors.DefaultSelector()
         self._spawner = Spawner("supervisor")
-        self._kinds = {
-            COORDINATOR: ChildKind.COORDINATOR,
-            **{f"dp{dp_rank}": ChildKind.ENGINE_CORE for dp_rank in range(plan.data_parallel_size)},
-            API_SERVER: ChildKind.API_SERVER,
-        }
+        self._watch_board = HangWatch(
+            HangPolicy(hang_timeout_s=cluster.hang_timeout_s, step_timeout_s=engine.executor.step_timeout_s)
+        )
+        self._num_published = 0
         self._started_at = 0.0
 
     def run(self) -> ExitCode:
@@ -129,8 +113,19 @@ class Supervisor:
         process died or never became ready, BAD_CONFIG when one refused its configuration.
         """
         self._started_at = time.monotonic()
-        self._board = StatusBoard.create(len(self._plan.ranks))
+        self._board = StatusBoard.create(num_board_slots(self._plan.tensor_parallel_size))
         self._runtime_dir = RuntimeDir.create()
+        self._fleet = Fleet(
+            plan=self._plan,
+            engine=self._engine,
+            make_api_server=self._make_api_server,
+            weights=self._first_weights,
+            board=self._board,
+            runtime_dir=self._runtime_dir,
+        )
+        self._conductor = Conductor(
+            self, default_timeout_s=self._cluster.admin_timeout_s, clock=time.monotonic
+        )
         self._spawner.start()
         signal_in, signal_out = socket.socketpair()
         signal_in.setblocking(False)
@@ -141,8 +136,11 @@ class Supervisor:
         }
         previous_fd = signal.set_wakeup_fd(signal_out.fileno(), warn_on_full_buffer=False)
         try:
-            for role in self._kinds:
+            roles = [COORDINATOR, *map(core_role, range(self._plan.data_parallel_size)), API_SERVER]
+            for role in roles:
                 self._spawn(role, epoch=0)
+            self._supervision = self._make_supervision(roles)
+            self._view = FleetView(self._fleet, self._supervision, self._children, self._watch_board)
             return self._watch(signal_in)
         finally:
             for child in self._children.values():
@@ -164,60 +162,15 @@ class Supervisor:
         previous = self._children.get(role)
         if previous is not None:
             previous.close()
-        child = self._spawner.spawn(self._spec(role, epoch))
+        spec = self._fleet.spec(role, epoch, is_paused=self._conductor.is_paused)
+        child = self._spawner.spawn(spec)
         self._children[role] = child
         self._spawned_at[role] = time.monotonic()
         self._selector.register(child.lifeline_fd, selectors.EVENT_READ, child)
 
-    def _spec(self, role: str, epoch: int) -> ChildSpec:
-        match self._kinds[role]:
-            case ChildKind.COORDINATOR:
-                args = CoordinatorArgs(
-                    stats_address=self._address("stats"), snapshot_address=self._address("loads")
-                )
-                return ChildSpec(
-                    role=role, target="phalanx.cluster.coordinator:main", args=msgspec.msgpack.encode(args)
-                )
-            case ChildKind.ENGINE_CORE:
-                return self._engine_core_spec(role, int(role.removeprefix("dp")), epoch)
-            case ChildKind.API_SERVER:
-                connection = FrontEndConnection(
-                    client_index=0,
-                    incarnation=epoch,
-                    output_address=self._address(f"{role}.{epoch}"),
-                    snapshot_address=self._address("loads"),
-                )
-                return self._make_api_server(connection)
-
-    def _engine_core_spec(self, role: str, dp_rank: int, epoch: int) -> ChildSpec:
-        ranks = self._plan.replica(dp_rank)
-        parallel = replace(self._engine.parallel, num_threads=ranks[0].num_threads)
-        args = EngineCoreArgs(
-            config=replace(self._engine, parallel=parallel),
-            dp_rank=dp_rank,
-            epoch=epoch,
-            input_address=self._address(f"{role}.{epoch}"),
-            stats_address=self._address("stats"),
-            device_indices=[rank.device_index for rank in ranks],
-            board_fd=self._board.fd,
-            num_board_slots=len(self._plan.ranks),
-            first_board_slot=self._plan.ranks.index(ranks[0]),
-        )
-        return ChildSpec(
-            role=role,
-            target="phalanx.engine.core_proc:main",
-            args=msgspec.msgpack.encode(args),
-            rank=dp_rank,
-            pass_fds=(self._board.fd,),
-        )
-
-    def _address(self, name: str) -> str:
-        return self._runtime_dir.address(name)
-
-    def _watch(self, signals: socket.socket) -> ExitCode:
-        """The loop: wait, turn what happened into events, carry out the answers."""
-        self._supervision = Supervision(
-            self._kinds,
+    def _make_supervision(self, roles: list[str]) -> Supervision:
+        return Supervision(
+            {role: kind_of(role) for role in roles},
             started_at=self._started_at,
             start_timeout_s=self._cluster.start_timeout_s,
             drain_timeout_s=self._cluster.drain_timeout_s,
@@ -231,22 +184,29 @@ class Supervisor:
                 start_timeout_s=self._cluster.start_timeout_s,
             ),
         )
+
+    def _watch(self, signals: socket.socket) -> ExitCode:
+        """The loop: wait, turn what happened into events, carry out the answers."""
         while self._supervision.state is not ClusterState.DONE:
-            deadline = self._supervision.deadline
-            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            events: list[Event] = []
-            for key, _ in self._selector.select(timeout_s):
+            deadlines = (self._supervision.deadline, self._conductor.deadline, self._watch_board.next_look_at)
+            wake_at = min(deadline for deadline in deadlines if deadline is not None)
+            for key, _ in self._selector.select(max(0.0, wake_at - time.monotonic())):
                 if key.data is None:
-                    events += [StopRequested(at=time.monotonic()) for _ in signals.recv(64)]
+                    for _ in signals.recv(64):
+                        self.handle(StopRequested(at=time.monotonic()))
                 else:
-                    events += self._receive(key.data)
-            if deadline is not None and time.monotonic() >= deadline:
-                events.append(Tick(at=time.monotonic()))
-            for event in events:
-                self._handle(event)
+                    self._receive(key.data)
+            now = time.monotonic()
+            if self._supervision.deadline is not None and now >= self._supervision.deadline:
+                self.handle(Tick(at=now))
+            if self._conductor.deadline is not None and now >= self._conductor.deadline:
+                self._conductor.tick()
+            if now >= self._watch_board.next_look_at:
+                self._look(now)
         return self._supervision.exit_code
 
-    def _handle(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
+        """Have Supervision decide, and carry it out."""
         before = self._supervision.state
         instructions = self._supervision.handle(event)
         if self._supervision.state is not before and self._supervision.state in (
@@ -257,27 +217,62 @@ class Supervisor:
         for instruction in instructions:
             self._carry_out(instruction)
 
-    def _receive(self, child: ChildProcess) -> list[Event]:
+    def _receive(self, child: ChildProcess) -> None:
         """Read what a child says; the end of its lifeline is the end of the child."""
         messages = child.receive()
         if not messages:
             self._selector.unregister(child.lifeline_fd)
-            return [self._exited(child)]
-        events: list[Event] = []
+            self._on_exit(child)
         for message in messages:
             match message:
                 case Progress():
                     self._observer.progress(child.role, message.phase)
                 case Note():
-                    self._observer.progress(child.role, message.payload.decode())
+                    self._take_note(child, message.payload)
                 case Ready():
-                    self._ready_after_s[child.role] = time.monotonic() - self._spawned_at[child.role]
-                    if self._kinds[child.role] is ChildKind.ENGINE_CORE:
-                        ready = msgspec.msgpack.decode(message.payload, type=EngineCoreReady)
-                        assert child.rank is not None
-                        self._reports[child.rank] = ready.report
-                    events.append(ChildReady(role=child.role))
-        return events
+                    self._on_ready(child, message.payload)
+
+    def _on_ready(self, child: ChildProcess, payload: bytes) -> None:
+        self._ready_after_s[child.role] = time.monotonic() - self._spawned_at[child.role]
+        dp_rank = rank_of(child.role)
+        if dp_rank is not None:
+            self._fleet.is_ready(dp_rank, payload)
+        self.handle(ChildReady(role=child.role))
+        if dp_rank is not None:
+            self._conductor.ready(dp_rank)
+
+    def _on_exit(self, child: ChildProcess) -> None:
+        epoch = self._supervision.epoch(child.role)
+        dp_rank = rank_of(child.role)
+        event = self._exited(child)
+        self.handle(event)
+        if dp_rank is None:
+            if child.role == API_SERVER:
+                self._conductor.applied(None)
+            return
+        if child.role not in self._supervision.roles:
+            self._children.pop(child.role).close()
+            self._fleet.forget(dp_rank)
+        self._conductor.exited(dp_rank, epoch, event.problem)
+
+    def _take_note(self, child: ChildProcess, payload: bytes) -> None:
+        if child.rank is not None and kind_of(child.role) is ChildKind.ENGINE_CORE:
+            self._conductor.answered(child.rank, msgspec.msgpack.decode(payload, type=CoreControlDone))
+            return
+        match msgspec.msgpack.decode(payload, type=FromFrontEnd):
+            case FleetApplied() as applied:
+                self._conductor.applied(applied.sequence)
+            case AdminCommand() as command:
+                self._conductor.take(command)
+
+    def _look(self, now: float) -> None:
+        """Look at the status board, and end the replicas that hang."""
+        hung, has_changed = self._watch_board.look(now, self._fleet, self._supervision, self._children)
+        for role in hung:
+            # Its workers are killed with it, by the kernel; one that is stopped as well.
+            self._children[role].kill()
+        if has_changed:
+            self.publish()
 
     def _exited(self, child: ChildProcess) -> ChildExited:
         # The lifeline ends when the process does; a process that closed it and lives on is no use to anyone.
@@ -288,9 +283,11 @@ class Supervisor:
         if child.failure is not None and child.failure.traceback:
             log.error("%s failed:\n%s", child.role, child.failure.traceback)
         config_field = child.failure.config_field if child.failure else None
+        problem = child.failure.error if child.failure and config_field else str(child.death(error_type))
+        hang = self._watch_board.take_problem(child.role)
         return ChildExited(
             role=child.role,
-            problem=child.failure.error if child.failure and config_field else str(child.death(error_type)),
+            problem=problem if hang is None else f"{child.role} was killed: {hang}",
             exitcode=child.exitcode or 0,
             is_config_error=config_field is not None,
             at=time.monotonic(),
@@ -299,7 +296,7 @@ class Supervisor:
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case PublishFleet():
-                self._publish_fleet()
+                self.publish()
             case Announce():
                 self._observer.serving(self._cluster_report())
             case Start():
@@ -313,27 +310,67 @@ class Supervisor:
             case Report():
                 self._observer.problem(instruction.sentence)
 
-    def _publish_fleet(self) -> None:
-        replicas = []
-        for dp_rank in range(self._plan.data_parallel_size):
-            role = f"dp{dp_rank}"
-            epoch = self._supervision.epoch(role)
-            report = self._reports.get(dp_rank)
-            replicas.append(
-                ReplicaInfo(
-                    dp_rank=dp_rank,
-                    epoch=epoch,
-                    state=_REPLICA_STATES[self._supervision.child_state(role)],
-                    input_address=self._address(f"{role}.{epoch}"),
-                    max_model_len=report.max_model_len if report is not None else None,
-                    block_size=report.block_size if report is not None else None,
-                )
+    def publish(self) -> None:
+        """Tell the front end how things stand."""
+        self._num_published += 1
+        self._tell_front_end(
+            self._view.update(
+                self._num_published,
+                is_paused=self._conductor.is_paused,
+                operation=self._conductor.operation,
             )
-        payload = msgspec.msgpack.encode(FleetUpdate(replicas=replicas))
+        )
+
+    def _tell_front_end(self, message: ToFrontEnd) -> None:
+        """Send a message to the API server, when there is one."""
         if self._supervision.child_state(API_SERVER) in (ChildState.STARTING, ChildState.READY):
             # One that has just died is told apart by its exit, which is on its way.
             with contextlib.suppress(QueueClosedError):
-                self._children[API_SERVER].send(payload)
+                self._children[API_SERVER].send(msgspec.msgpack.encode(message))
+
+    # What follows are the conductor's hands; see conductor.Hands.
+
+    @property
+    def num_published(self) -> int:
+        """Number of the last update to the front end."""
+        return self._num_published
+
+    @property
+    def has_front_end(self) -> bool:
+        """True when somebody will answer an update."""
+        return self._supervision.child_state(API_SERVER) is ChildState.READY
+
+    def replicas(self) -> Mapping[int, ReplicaView]:
+        """All replicas, by dp_rank."""
+        return self._view.replicas()
+
+    def epoch(self, dp_rank: int) -> int:
+        """Of the newest process of a replica."""
+        return self._supervision.epoch(core_role(dp_rank))
+
+    def set_weights(self, dp_rank: int, weights: Weights) -> None:
+        """From the next start on."""
+        self._fleet.set_weights(dp_rank, weights)
+
+    def check_weights(self, path: str) -> None:
+        """Raise ConfigError when replicas could not serve them."""
+        self._check_weights(path)
+
+    def call(self, dp_rank: int, control: CoreControl) -> bool:
+        """Ask an engine core. False: it is gone."""
+        try:
+            self._children[core_role(dp_rank)].send(msgspec.msgpack.encode(control))
+        except QueueClosedError:
+            return False
+        return True
+
+    def resize(self, num_replicas: int) -> None:
+        """Plan for so many replicas. Raises ConfigError when there are no devices or no memory for them."""
+        self._fleet.plan = self._make_plan(num_replicas)
+
+    def answer(self, result: AdminResult) -> None:
+        """Tell the front end how a command has ended."""
+        self._tell_front_end(result)
 
     def _cluster_report(self) -> ClusterReport:
         return ClusterReport(
@@ -342,16 +379,8 @@ class Supervisor:
                 ProcessReport(role=role, pid=child.pid, ready_after_s=self._ready_after_s[role])
                 for role, child in self._children.items()
             ),
-            replicas=dict(self._reports),
+            replicas=dict(self._fleet.reports),
         )
-
-
-_REPLICA_STATES = {
-    ChildState.STARTING: ReplicaState.STARTING,
-    ChildState.READY: ReplicaState.READY,
-    ChildState.PAUSED: ReplicaState.LOST,
-    ChildState.GIVEN_UP: ReplicaState.LOST,
-}
 
 
 def _ignore(signum: int, frame: object) -> None:

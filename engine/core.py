@@ -111,11 +111,17 @@ class EngineCore:
         self._busy_s = 0.0
         self._busy_since = 0.0
         self._is_lost = False
+        self.num_steps = 0
+        """Steps whose result was taken over."""
+        self.is_paused = False
+        """While it is, no step begins; those in flight end, requests keep their place, and deadlines still count."""
 
     @property
     def has_work(self) -> bool:
         """True while `step` has something to compute or to hand over. Who waits for a grammar does not count."""
-        if self._pending or self._in_flight or self._scheduler.num_open_requests > 0:
+        if self._pending or self._in_flight:
+            return True
+        if self._scheduler.num_open_requests > 0 and not self.is_paused:
             return True
         deadline_at = self.next_deadline_at
         return deadline_at is not None and deadline_at <= self._clock()
@@ -179,9 +185,12 @@ class EngineCore:
             self.abort_requests([request_id])
         return outputs
 
-    def step(self, on_result: Callable[[], None] = lambda: None) -> OutputsByClient:
+    def step(
+        self, on_result: Callable[[], None] = lambda: None, on_wait: Callable[[], None] = lambda: None
+    ) -> OutputsByClient:
         """Keep the workers busy, take over the oldest step in flight, and return all outputs by client.
 
+        on_wait:   called right before the wait for a result
         on_result: called when a result is there and not taken over yet: an abort that came while the step ran
                    must win over the end that the step brings
         Blocks for the length of a step, at most the executor's step timeout.
@@ -198,10 +207,12 @@ class EngineCore:
         self._submit()
         if self._in_flight:
             scheduled, step = self._in_flight.popleft()
+            on_wait()
             result = step.result()
             now = self._clock()
             self._busy_s += now - self._busy_since
             self._busy_since = now
+            self.num_steps += 1
             on_result()
             self._give(self._scheduler.update_from_output(scheduled, result))
             self._submit_masks()
@@ -236,7 +247,7 @@ class EngineCore:
 
     def _submit(self) -> None:
         """Submit steps until there are as many in flight as may be."""
-        while len(self._in_flight) < self._max_steps_in_flight:
+        while len(self._in_flight) < self._max_steps_in_flight and not self.is_paused:
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break

@@ -23,6 +23,7 @@ import zmq
 from ..shm.errors import ProcessError, TransportError
 from ..shm.sockets import bind_pull, connect_push
 from ..workers.sampling_params import SamplingParamsError
+from .core_control import CoreControl
 from .kv_event_publisher import ReplayAsked
 from .messages import (
     ClientHello,
@@ -61,7 +62,9 @@ class GrammarReady:
     """A request that waits for its grammar can go on."""
 
 
-InboxItem = ClientMessage | ClientLost | StopRequested | ExecutorFailed | GrammarReady | ReplayAsked
+InboxItem = (
+    ClientMessage | ClientLost | StopRequested | ExecutorFailed | GrammarReady | ReplayAsked | CoreControl
+)
 Inbox = SimpleQueue[InboxItem]
 
 

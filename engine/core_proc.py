@@ -2,7 +2,8 @@
 
 Called by: shm/child.py, as the target of a `ChildProcess`; the parent is the supervisor, or `ProcessCoreClient`.
 The main thread runs the loop: take what came in, compute one step, hand the outputs over. With nothing to do it
-sleeps on its inbox, which front ends, the signal handler and the executor's death watch all ring.
+sleeps on its inbox, which front ends, the signal handler, the parent and the executor's death watch all ring. What it
+does stands on the status board, and is written again every other second also at rest: one that stops writing hangs.
 
 When a worker dies or fails in a step: the reason goes to the parent, and the process ends with WORKER_LOST; its
 front ends learn of it from whoever watches the process. When the parent dies: the lifeline ends this process.
@@ -22,10 +23,11 @@ import msgspec
 from ..shm.child_context import ChildContext
 from ..shm.errors import ProcessError
 from ..shm.exit_codes import ExitCode
-from ..shm.status_board import StatusBoard
+from ..shm.status_board import Phase, StatusBoard, StatusSlot
 from ..workers.executor import Executor, create_executor
 from .core import EngineCore, OutputsByClient
 from .core_args import EngineCoreArgs, EngineCoreReady
+from .core_control import CoreControl, CoreControlDone, carry_out
 from .core_io import (
     ClientLost,
     ClientOutputs,
@@ -86,6 +88,7 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
     core_output = CoreOutput(args.stats_address, inbox)
     publisher = _make_publisher(args, inbox)
     executor = make_executor(args, on_phase, on_failure)
+    board = _attach_board(args)
     reason = "start failed"
     try:
         report = executor.start()
@@ -101,12 +104,23 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
         core_output.start()
         if publisher is not None:
             publisher.start()
+        core.is_paused = args.is_paused
         context.on_stop(lambda: inbox.put(StopRequested()))
+        context.on_message(lambda data: inbox.put(msgspec.msgpack.decode(data, type=CoreControl)))
+        slot = board.writer(args.first_board_slot) if board is not None else None
         context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
         reason = "failed"
         log.info("engine core ready dp_rank=%d kv_blocks=%d", args.dp_rank, core.report.num_kv_blocks)
         loop = EngineCoreLoop(
-            core, inbox, core_input, core_output, publisher, dp_rank=args.dp_rank, epoch=args.epoch
+            core,
+            inbox,
+            core_input,
+            core_output,
+            publisher,
+            dp_rank=args.dp_rank,
+            epoch=args.epoch,
+            slot=slot,
+            tell_parent=lambda done: context.note(msgspec.msgpack.encode(done)),
         )
         loop.run()
         reason = "stop requested"
@@ -128,7 +142,11 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
 
 
 class EngineCoreLoop:
-    """The main thread's loop. `run` returns after a stop, and raises ProcessError when the replica is lost."""
+    """The main thread's loop. `run` returns after a stop, and raises ProcessError when the replica is lost.
+
+    slot:        where it says what it does; None: nowhere
+    tell_parent: takes the answers to what the parent asked
+    """
 
     def __init__(
         self,
@@ -140,8 +158,12 @@ class EngineCoreLoop:
         *,
         dp_rank: int,
         epoch: int,
+        slot: StatusSlot | None = None,
+        tell_parent: Callable[[CoreControlDone], None] = lambda done: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._slot = slot
+        self._tell_parent = tell_parent
         self._core = core
         self._inbox = inbox
         self._input = input
@@ -165,7 +187,9 @@ class EngineCoreLoop:
             self._take_inbox()
             if self._core.has_work and not self._is_stopping:
                 self._has_changed = True
-                self._hand_over(self._core.step(self._take_arrived))
+                self._set_phase(Phase.SCHEDULING)
+                self._hand_over(self._core.step(self._take_results, self._begin_wait))
+        self._set_phase(Phase.STOPPING)
         # What has arrived by now gets its answer as well.
         self._input.close()
         self._take_arrived()
@@ -180,10 +204,22 @@ class EngineCoreLoop:
             if self._core.has_work:
                 self._handle(self._inbox.get_nowait())
             else:
+                self._set_phase(Phase.PAUSED if self._core.is_paused else Phase.IDLE)
                 self._handle(self._inbox.get(timeout=max(0.0, self._next_wake_at() - self._clock())))
         except Empty:
             return
         self._take_arrived()
+
+    def _begin_wait(self) -> None:
+        self._set_phase(Phase.WAITING)
+
+    def _take_results(self) -> None:
+        self._set_phase(Phase.SCHEDULING)
+        self._take_arrived()
+
+    def _set_phase(self, phase: Phase) -> None:
+        if self._slot is not None:
+            self._slot.set(phase, call_id=self._core.num_unfinished_requests, step=self._core.num_steps)
 
     def _take_arrived(self) -> None:
         """Handle all that has come in; never waits."""
@@ -221,6 +257,11 @@ class EngineCoreLoop:
                 self._answer(item.client_index, prefix_delta=self._core.follow_prefixes())
             case GrammarReady():
                 self._core.take_grammars()
+            case CoreControl():
+                self._set_phase(Phase.HOOK)
+                done, outputs = carry_out(self._core, item)
+                self._hand_over(outputs)
+                self._tell_parent(done)
             case ReplayAsked():
                 self._tell_kv_events()
                 if self._publisher is not None:
@@ -295,13 +336,19 @@ def _make_publisher(args: EngineCoreArgs, inbox: Inbox) -> KVEventPublisher | No
     )
 
 
+def _attach_board(args: EngineCoreArgs) -> StatusBoard | None:
+    """Map the status board, for one user: who closes a board closes its descriptor."""
+    if args.board_fd is None:
+        return None
+    return StatusBoard.attach(os.dup(args.board_fd), args.num_board_slots)
+
+
 def _make_multiproc_executor(
     args: EngineCoreArgs,
     on_phase: Callable[[int, str], None],
     on_failure: Callable[[ProcessError], None],
 ) -> Executor:
     config = args.config
-    board = StatusBoard.attach(args.board_fd, args.num_board_slots) if args.board_fd is not None else None
     return create_executor(
         model=config.model,
         cache=config.cache,
@@ -310,10 +357,13 @@ def _make_multiproc_executor(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         first_device_index=args.device_indices[0] if args.device_indices else 0,
+        first_host_rank=args.dp_rank * config.parallel.tensor_parallel_size,
+        num_host_ranks=args.num_host_ranks,
+        expected_free_bytes=args.expected_free_bytes,
         role_prefix=f"dp{args.dp_rank}",
         epoch=args.epoch,
-        board=board,
-        first_slot=args.first_board_slot,
+        board=_attach_board(args),
+        first_slot=args.first_board_slot + 1,
         on_phase=on_phase,
         on_failure=on_failure,
     )

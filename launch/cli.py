@@ -17,7 +17,7 @@ from ..shm.exit_codes import ExitCode
 from ..shm.logs import configure_logging
 from .config import Override, ResolvedConfig, load_config, parse_assignment, show_config
 from .listener import bind_listener
-from .preflight import check_model, count_gpus, read_api_key, resolve_device
+from .preflight import check_model, count_gpus, read_admin_key, read_api_key, resolve_device
 
 PROGRAM = "cluster-launch"
 
@@ -34,6 +34,8 @@ FIELDS = {
     "port": ("--port", "server.port"),
     "served_model_name": ("--served-model-name", "server.served_model_name"),
     "api_key_file": ("--api-key-file", "server.api_key_file"),
+    "admin_key_file": ("--admin-key-file", "server.admin_key_file"),
+    "drain_timeout_s": ("--drain-timeout", "cluster.drain_timeout_s"),
 }
 
 
@@ -89,6 +91,11 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--port", type=int, metavar="N", help="port to listen on; 0: any free one (8000)")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--api-key-file", metavar="FILE", help="file with the key that clients must send")
+    group.add_argument(
+        "--admin-key-file", metavar="FILE", help="file with the key of administrators (no /admin)"
+    )
+    group.add_argument("--drain-timeout", dest="drain_timeout_s", type=float, metavar="S",
+                       help="seconds that running requests get to finish at a stop (30)")  # fmt: skip
     group = parser.add_argument_group("settings")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
     group.add_argument("--set", dest="assignments", action="append", default=[], metavar="SECTION.FIELD=VALUE",
@@ -120,6 +127,7 @@ def launch_command(arguments: argparse.Namespace) -> int:
     configure_logging("supervisor")
     config = resolve_arguments(arguments).config
     read_api_key(config.server)
+    read_admin_key(config.server)
     config = resolve_device(config, count_gpus())
     # Imported here: everything that runs a cluster; a mistyped setting is said long before.
     from .runtime import plan_of, plan_shared_memory, run

@@ -37,6 +37,8 @@ class ServerConfig:
     """What clients call the model. None: the hub name, or the last part of the folder's path."""
     api_key_file: str | None = None
     """File whose first line is the key that clients must send. None: no key is asked for."""
+    admin_key_file: str | None = None
+    """File whose first line is the key that administrators must send. None: the /admin routes let nobody in."""
     access_log: bool = False
     """One log line for each request."""
     max_body_bytes: int = 16 << 20

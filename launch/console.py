@@ -9,9 +9,9 @@ from typing import IO
 from rich.console import Console
 from rich.status import Status
 
+from ..cluster.observer import ClusterReport
 from ..cluster.placement import Plan
-from ..cluster.supervision import ClusterState
-from ..cluster.supervisor import ClusterReport
+from ..cluster.supervision_events import ClusterState
 from ..shm.segment import SegmentPlan
 from .tables import memory_table, plan_table, print_tables, processes_table, ranks_table, startup_table
 

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..cluster.messages import FleetUpdate, ProcessInfo
+from ..cluster.replay import ReplayStats
 from ..engine.messages import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +45,41 @@ COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], int]]] = {
     ),
     "phalanx_num_preemptions": ("Requests whose blocks were taken.", lambda stats: stats.num_preemptions),
     "phalanx_engine_steps": ("Steps of the engine core.", lambda stats: stats.num_steps),
+}
+
+
+PROCESS_COUNTERS: Mapping[str, tuple[str, Callable[[ProcessInfo], int]]] = {
+    "phalanx_process_restarts": (
+        "Starts of a process beyond its first, after a death or by an operator's wish.",
+        lambda process: process.num_restarts,
+    ),
+    "phalanx_process_failures": (
+        "Deaths of a process, those after a hang included.",
+        lambda process: process.num_failures,
+    ),
+    "phalanx_process_hangs": (
+        "Times that a replica was ended because one of its processes stood still.",
+        lambda process: process.num_hangs,
+    ),
+}
+"""Counted by the supervisor, so that they go on whichever process is started again."""
+REPLAY_COUNTERS: Mapping[str, tuple[str, Callable[[ReplayStats], int]]] = {
+    "phalanx_requests_replayed": (
+        "Times that a request went on with another replica.",
+        lambda stats: stats.num_replayed,
+    ),
+    "phalanx_requests_expired": (
+        "Requests that found no replica in time after theirs was lost.",
+        lambda stats: stats.num_expired,
+    ),
+    "phalanx_requests_blamed": (
+        "Requests that were ended because replicas died of them.",
+        lambda stats: stats.num_blamed,
+    ),
+    "phalanx_outputs_stale": (
+        "Outputs of earlier attempts that were dropped.",
+        lambda stats: stats.num_stale_outputs,
+    ),
 }
 
 
@@ -98,14 +135,64 @@ class ReplicaCollector(Collector):
         return known.base + known.latest
 
 
+class ClusterCollector(Collector):
+    """Turns what is known of processes and lost requests into series, at scrape time. Thread: the event loop."""
+
+    def __init__(
+        self,
+        model_name: str,
+        fleet: Callable[[], FleetUpdate | None],
+        replay: Callable[[], ReplayStats | None],
+    ) -> None:
+        self._model_name = model_name
+        self._fleet = fleet
+        self._replay = replay
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing: the registry then does not collect at registration."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Give one family for each number."""
+        fleet, replay = self._fleet(), self._replay()
+        if fleet is not None:
+            for name, (text, read) in PROCESS_COUNTERS.items():
+                counter = CounterMetricFamily(name, text, labels=["model_name", "role"])
+                for process in fleet.processes:
+                    counter.add_metric([self._model_name, process.role], read(process))
+                yield counter
+            stuck = GaugeMetricFamily(
+                "phalanx_ranks_stuck", "Ranks and engine cores that stand still.", labels=["model_name"]
+            )
+            stuck.add_metric([self._model_name], len(fleet.stuck))
+            yield stuck
+        if replay is not None:
+            for name, (text, read_count) in REPLAY_COUNTERS.items():
+                counter = CounterMetricFamily(name, text, labels=["model_name"])
+                counter.add_metric([self._model_name], read_count(replay))
+                yield counter
+            parked = GaugeMetricFamily(
+                "phalanx_requests_parked", "Requests that wait for a replica.", labels=["model_name"]
+            )
+            parked.add_metric([self._model_name], replay.num_parked)
+            yield parked
+
+
 class ServerMetrics:
     """The series of one API server. Thread: the event loop."""
 
     def __init__(
-        self, model_name: str, stats: Callable[[], Mapping[int, EngineStats]], num_ready: Callable[[], int]
+        self,
+        model_name: str,
+        stats: Callable[[], Mapping[int, EngineStats]],
+        num_ready: Callable[[], int],
+        *,
+        fleet: Callable[[], FleetUpdate | None] = lambda: None,
+        replay: Callable[[], ReplayStats | None] = lambda: None,
     ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(ReplicaCollector(model_name, stats, num_ready))
+        self._registry.register(ClusterCollector(model_name, fleet, replay))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)

@@ -66,13 +66,40 @@ def read_api_key(config: ServerConfig) -> str | None:
 
     Raises ConfigError (server.api_key_file) when the file cannot be read or its first line is empty.
     """
-    if config.api_key_file is None:
+    return _read_key("server.api_key_file", config.api_key_file)
+
+
+def read_admin_key(config: ServerConfig) -> str | None:
+    """Read the key that administrators must send; None: nobody is let in. Raises ConfigError."""
+    return _read_key("server.admin_key_file", config.admin_key_file)
+
+
+def _read_key(name: str, path: str | None) -> str | None:
+    if path is None:
         return None
     try:
-        with Path(config.api_key_file).expanduser().open(encoding="utf-8") as file:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
             key = file.readline(MAX_KEY_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("server.api_key_file", f"cannot read {config.api_key_file}: {error}") from None
+        raise ConfigError(name, f"cannot read {path}: {error}") from None
     if not key:
-        raise ConfigError("server.api_key_file", f"the first line of {config.api_key_file} is empty")
+        raise ConfigError(name, f"the first line of {path} is empty")
     return key
+
+
+def check_other_weights(config: LaunchConfig, path: str) -> None:
+    """Check that replicas of this cluster could serve the weights at `path` in place of theirs.
+
+    The front end goes on with its tokenizer and its template, so both must have the same vocabulary. Raises
+    ConfigError.
+    """
+    old, new = Path(config.model.path), Path(path)
+    if not new.exists():
+        raise ConfigError("path", f"there is no {path}")
+    check_model(replace(config, model=replace(config.model, path=path)))
+    before, after = read_transformer_config(old), read_transformer_config(new)
+    if before.vocab_size != after.vocab_size:
+        raise ConfigError("path", f"has a vocabulary of {after.vocab_size}, not {before.vocab_size}")
+    files = [folder / TOKENIZER_FILES[0] for folder in (old, new)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+        raise ConfigError("path", f"{path} has another tokenizer than the one that is served")

@@ -9,7 +9,9 @@ import sys
 
 import msgspec
 
+from ..cluster.fleet import num_board_slots
 from ..cluster.messages import FrontEndConnection
+from ..cluster.operations import Weights
 from ..cluster.placement import Plan, make_plan
 from ..cluster.supervisor import Supervisor
 from ..shm.exit_codes import ExitCode
@@ -21,16 +23,19 @@ from ..workers.worker_group import planned_segments
 from .config import LaunchConfig
 from .console import ConsoleObserver
 from .listener import bind_listener, listener_url
-from .preflight import count_gpus
+from .preflight import check_other_weights, count_gpus
 from .server.args import ApiServerArgs
 
 log = logging.getLogger(__name__)
 
 
-def plan_of(config: LaunchConfig) -> Plan:
-    """Give every rank its device. Raises ConfigError when there are more ranks than devices."""
+def plan_of(config: LaunchConfig, num_replicas: int | None = None) -> Plan:
+    """Give every rank its device. num_replicas: None: as configured.
+
+    Raises ConfigError when there are more ranks than devices.
+    """
     return make_plan(
-        data_parallel_size=config.cluster.data_parallel_size,
+        data_parallel_size=num_replicas or config.cluster.data_parallel_size,
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         device=config.parallel.device,
         num_devices=count_gpus(),
@@ -42,7 +47,10 @@ def plan_of(config: LaunchConfig) -> Plan:
 
 def plan_shared_memory(config: LaunchConfig, plan: Plan) -> SegmentPlan:
     """Sum up the segments of all replicas. Raises ConfigError when they do not fit this host's memory."""
-    board = PlannedSegment(name="status board", num_bytes=len(plan.ranks) * CACHE_LINE_BYTES)
+    board = PlannedSegment(
+        name="status board",
+        num_bytes=num_board_slots(plan.tensor_parallel_size) * CACHE_LINE_BYTES,
+    )
     segments = [
         segment
         for dp_rank in range(plan.data_parallel_size)
@@ -73,6 +81,7 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
             model=config.model,
             drain_timeout_s=config.cluster.drain_timeout_s,
             replay_wait_s=config.cluster.replay_wait_s,
+            min_ready_replicas=config.cluster.min_ready_replicas,
         )
         return ChildSpec(
             role=f"api{connection.client_index}",
@@ -82,6 +91,11 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
             pass_fds=(listener.fileno(),),
         )
 
+    def plan_again(num_replicas: int) -> Plan:
+        new_plan = plan_of(config, num_replicas)
+        plan_shared_memory(config, new_plan)
+        return new_plan
+
     try:
         observer.planned(plan, memory)
         return Supervisor(
@@ -89,6 +103,9 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
             engine=config.engine,
             cluster=config.cluster,
             make_api_server=make_api_server,
+            make_plan=plan_again,
+            check_weights=lambda path: check_other_weights(config, path),
+            weights=Weights(path=config.model.path, version=config.server.served_model_name),
             observer=observer,
         ).run()
     finally:

@@ -10,8 +10,8 @@ from typing import IO
 from rich.console import Console
 from rich.table import Table
 
+from ..cluster.observer import ProcessReport
 from ..cluster.placement import Plan
-from ..cluster.supervisor import ProcessReport
 from ..shm.segment import SegmentPlan
 from ..workers.messages import ExecutorReport, RankReport
 

@@ -1,7 +1,7 @@
-"""StatusBoard: what every rank is doing, readable from outside, also after its death.
+"""StatusBoard: what every rank and engine core is doing, readable from outside, also after its death.
 
-Called by: each rank's main thread writes its slot (`StatusSlot.set`); executors, engine cores and the supervisor
-read. The supervisor creates the board and hands its descriptor down, so that it outlives a replica.
+Called by: the main thread of each rank, and of each engine core, writes its slot (`StatusSlot.set`); executors
+and the supervisor read. The supervisor creates the board and hands its descriptor down, so that it outlives a replica.
 Invariants: a slot has one writer and a cache line of its own. It is written by the main thread as it goes on,
 never by a timer: a heartbeat that beats while the rank hangs would be a lie.
 
@@ -51,6 +51,8 @@ class Phase(StrEnum):
     HOOK = "hook"
     MASKS = "masks"
     """Waits for the grammar masks of its step."""
+    PAUSED = "paused"
+    """Makes no steps until it is told to."""
 
     @classmethod
     def named(cls, name: str) -> "Phase":
@@ -68,8 +70,8 @@ class RankStatus:
     """What one rank was doing.
 
     since_at: instant of time.monotonic() at which the phase began; 0.0 when nothing was ever written
-    call_id:  the executor's call that is being served; 0: none yet
-    step:     the engine's step that is being computed; 0: none yet
+    call_id:  the executor's call that is being served; 0: none yet. Of an engine core: its unfinished requests
+    step:     the engine's step that is being computed; 0: none yet. Of an engine core: the steps it has made
     """
 
     phase: Phase

@@ -102,8 +102,15 @@ def make_worker_configs(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     first_device_index: int = 0,
+    first_host_rank: int = 0,
+    num_host_ranks: int | None = None,
+    expected_free_bytes: Sequence[int | None] = (),
 ) -> list[WorkerConfig]:
-    """Return one WorkerConfig per rank, on consecutive devices."""
+    """Return one WorkerConfig per rank, on consecutive devices.
+
+    num_host_ranks: of all replicas; None: of this one
+    expected_free_bytes: by tp_rank; empty: the ranks are started for the first time
+    """
     return [
         WorkerConfig(
             model=model,
@@ -114,6 +121,9 @@ def make_worker_configs(
             tp_rank=tp_rank,
             device_index=first_device_index + tp_rank,
             rendezvous=None,
+            host_rank=first_host_rank + tp_rank,
+            num_host_ranks=num_host_ranks or parallel.tensor_parallel_size,
+            expected_free_bytes=expected_free_bytes[tp_rank] if expected_free_bytes else None,
         )
         for tp_rank in range(parallel.tensor_parallel_size)
     ]
@@ -129,6 +139,9 @@ def create_executor(
     max_num_batched_tokens: int,
     in_process: bool = False,
     first_device_index: int = 0,
+    first_host_rank: int = 0,
+    num_host_ranks: int | None = None,
+    expected_free_bytes: Sequence[int | None] = (),
     role_prefix: str = "dp0",
     epoch: int = 0,
     board: StatusBoard | None = None,
@@ -141,7 +154,7 @@ def create_executor(
     in_process: compute in this process (one rank only); imports torch here
     on_phase:   called with (tp_rank, phase) while the ranks start, from the thread that calls `start()`
     on_failure: called once, from a thread of the executor, when a rank dies or a step fails on one
-    The rest: see MultiprocExecutor.
+    The rest: see make_worker_configs and MultiprocExecutor.
     """
     worker_configs = make_worker_configs(
         model=model,
@@ -150,6 +163,9 @@ def create_executor(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         first_device_index=first_device_index,
+        first_host_rank=first_host_rank,
+        num_host_ranks=num_host_ranks,
+        expected_free_bytes=expected_free_bytes,
     )
     if in_process:
         # Imports torch, which costs seconds and memory that an engine core does not have to pay.

@@ -22,13 +22,16 @@ import msgspec
 from ..shm.errors import ConfigError
 from .calls import HookDone, WorkerFailure
 from .memory_report import memory_report
+from .sleep import sleep, wake
 
 T = TypeVar("T")
 
 HookFunction = Callable[[Any, Any], object]
 """(worker, argument) -> result"""
 
-BUILT_IN_HOOKS: Mapping[str, HookFunction] = MappingProxyType({"memory_report": memory_report})
+BUILT_IN_HOOKS: Mapping[str, HookFunction] = MappingProxyType(
+    {"memory_report": memory_report, "sleep": sleep, "wake": wake}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: blocks that fit this rank's memory; the replica uses the minimum over its ranks
     kv_windows:    of each KV cache group, the tokens that a query sees at most; None: all. The same on all ranks
     num_threads:   compute threads of this rank (CPU)
+    free_bytes:    of its GPU, before the rank took any; None on CPU
     """
 
     tp_rank: int
@@ -145,6 +146,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     phases: list[PhaseTime]
     collectives: str = "none"
     kv_windows: tuple[int | None, ...] = (None,)
+    free_bytes: int | None = None
 
 
 class ExecutorReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ replica go through the same calls in the same order; where they meet (process gr
 that does not come leaves the others waiting, and the executor ends them.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,16 +21,23 @@ from .input_batch import InputBatch
 from .layers.attention import ATTENTION_BACKEND
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
 from .memory_report import DeviceMemory, ModelMemory
+from .memory_wait import wait_for_memory
 from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .model_runner import ModelRunner, no_masks
 from .models.causal_lm import CausalLM
 from .models.registry import find_model
 from .partition import make_partition
 from .profile_run import profile_peak_bytes
+from .sleep import SleepLevel
 from .tp_group import TensorParallelGroup, connect_group
 from .transformer_config import TransformerConfig, read_transformer_config
 from .weights import load_weights
 from .worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+MEMORY_WAIT_S = 60.0
+"""For the memory of the process that was here before. Then the rank starts with what there is."""
 
 
 class Worker:
@@ -45,10 +53,12 @@ class Worker:
         self._group: TensorParallelGroup | None = None
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._batch: InputBatch | None = None
         self._weight_bytes = 0
         self._num_blocks = 0
         self.recorder: profile | None = None
         """Of the hooks in step_trace.py."""
+        self._sleep_level: SleepLevel | None = None
 
     def start(self) -> RankReport:
         """Open the device, meet the peers, load the weights and find how many KV blocks fit.
@@ -65,13 +75,15 @@ class Worker:
             transformer = read_transformer_config(config.model.path)
             info = open_device(parallel, config.device_index)
             self._device = info.device
+            free_bytes = self._wait_for_memory()
             self._dtype = resolve_dtype(config.model, transformer, info.device)
             self._max_model_len = resolve_max_model_len(config.model, transformer)
             self._vocab_size = transformer.vocab_size
-            model_class = find_model(transformer.architecture)
+            find_model(transformer.architecture)  # one that we do not know is said before anything is loaded
             partition = make_partition(
                 transformer, tp_size=parallel.tensor_parallel_size, tp_rank=config.tp_rank
             )
+            self._transformer = transformer
         with self._phase("process group"):
             self._group = connect_group(
                 rank=config.tp_rank,
@@ -82,21 +94,7 @@ class Worker:
                 arena_fd=config.arena_fd,
             )
         with self._phase("weights"):
-            # Built without memory first, so that no parameter is ever allocated or initialised twice.
-            with torch.device("meta"):
-                model = model_class(
-                    transformer, partition, self._group, self._dtype, max_positions=self._max_model_len
-                )
-            try:
-                model.to_empty(device=info.device)
-            except torch.OutOfMemoryError as error:
-                raise DeviceMemoryError(
-                    f"the weights do not fit on {info.device}; raise parallel.tensor_parallel_size"
-                ) from error
-            model.place_tables(info.device)
-            self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
-            self._weight_bytes += model.pack_weights()
-            self._model = model
+            self._load_model()
         with self._phase("profile"):
             self._shape = kv_cache_shape(
                 transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
@@ -116,7 +114,48 @@ class Worker:
             phases=list(self._phases),
             collectives=self._group.name,
             kv_windows=self._shape.windows,
+            free_bytes=free_bytes,
         )
+
+    def _wait_for_memory(self) -> int | None:
+        """On a GPU: wait for what an earlier life of this rank held. Returns the bytes that are free."""
+        if self._device.type != "cuda":
+            return None
+
+        def read_free_bytes() -> int:
+            return int(torch.cuda.mem_get_info(self._device)[0])
+
+        expected = self._config.expected_free_bytes
+        if expected is not None and not wait_for_memory(read_free_bytes, expected, timeout_s=MEMORY_WAIT_S):
+            log.warning(
+                "memory of an earlier process is not free free_bytes=%d expected_bytes=%d",
+                read_free_bytes(),
+                expected,
+            )
+        return read_free_bytes()
+
+    def _load_model(self) -> None:
+        """Build this rank's part of the model, and fill it from the checkpoint."""
+        config, transformer, device = self._config, self._transformer, self._device
+        assert self._group is not None
+        partition = make_partition(
+            transformer, tp_size=config.parallel.tensor_parallel_size, tp_rank=config.tp_rank
+        )
+        # Built without memory first, so that no parameter is ever allocated or initialised twice.
+        with torch.device("meta"):
+            model = find_model(transformer.architecture)(
+                transformer, partition, self._group, self._dtype, max_positions=self._max_model_len
+            )
+        try:
+            model.to_empty(device=device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the weights do not fit on {device}; raise parallel.tensor_parallel_size"
+            ) from error
+        model.place_tables(device)
+        self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
+        self._weight_bytes += model.pack_weights()
+        self._model = model
 
     @property
     def tp_rank(self) -> int:
@@ -154,7 +193,7 @@ class Worker:
         assert self._model is not None, "start() comes first"
         config = self._config
         with torch.inference_mode(), self._phase("KV cache"):
-            batch = InputBatch(
+            self._batch = InputBatch(
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self._max_model_len,
                 block_size=config.cache.block_size,
@@ -163,17 +202,51 @@ class Worker:
                 device=self._device,
                 logprobs_mode=config.model.logprobs_mode,
             )
-            self._runner = ModelRunner(
-                self._model,
-                make_kv_caches(self._shape, num_blocks, self._device),
-                batch,
-                windows=self._shape.windows,
-                dtype=self._dtype,
-                device=self._device,
-                on_phase=self._on_phase,
-                logprobs_mode=config.model.logprobs_mode,
-            )
+            self._make_runner(num_blocks)
             self._num_blocks = num_blocks
+
+    def _make_runner(self, num_blocks: int) -> None:
+        assert self._model is not None
+        assert self._batch is not None
+        self._runner = ModelRunner(
+            self._model,
+            make_kv_caches(self._shape, num_blocks, self._device),
+            self._batch,
+            windows=self._shape.windows,
+            dtype=self._dtype,
+            device=self._device,
+            on_phase=self._on_phase,
+            logprobs_mode=self._config.model.logprobs_mode,
+        )
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the memory of cache and weights back. No request may be left."""
+        if self._sleep_level is None:
+            # Also what was captured over these tensors goes with the runner; the rows stay.
+            self._runner = None
+        if level is SleepLevel.DROP:
+            self._model = None
+        elif self._model is not None:
+            with torch.inference_mode():
+                self._model.to("cpu")
+        self._sleep_level = level
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory again; the cache is empty. Raises DeviceMemoryError, WeightsError."""
+        if self._sleep_level is None:
+            return
+        with torch.inference_mode():
+            if self._model is None:
+                self._load_model()
+            assert self._model is not None
+            try:
+                self._model.to(self._device)
+                self._make_runner(self._num_blocks)
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(f"weights and cache do not fit on {self._device} any more") from error
+        self._sleep_level = None
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks

@@ -16,6 +16,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_index: which GPU of the host; ignored on CPU
     rendezvous:   path of the file in which the ranks of this replica find each other, usually an inherited
                   descriptor ("/proc/self/fd/7"). None only when there is one rank
+    host_rank:    which of the `num_host_ranks` of this host, all replicas together, this is
+    expected_free_bytes: free on its GPU when this rank was started for the first time; None: this is the first time
     arena_fd:     inherited descriptor of the shared memory in which ranks on CPU exchange; None: they use gloo
     """
 
@@ -28,3 +30,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_index: int
     rendezvous: str | None
     arena_fd: int | None = None
+    host_rank: int = 0
+    num_host_ranks: int = 1
+    expected_free_bytes: int | None = None

@@ -190,7 +190,7 @@ def start_workers(
             arena_fd = arena.fd
         parallel = worker_configs[0].parallel
         num_threads = _num_threads(parallel)
-        bindings = _bind_ranks(worker_configs, config, first_rank=first_slot, num_ranks=board.num_slots)
+        bindings = _bind_ranks(worker_configs, config)
         with _rendezvous(num_ranks) as rendezvous_fd:
             for rank, worker_config in enumerate(worker_configs):
                 worker_config = msgspec.structs.replace(
@@ -313,12 +313,9 @@ def _environment(num_threads: int) -> dict[str, str]:
 
 
 def _bind_ranks(
-    worker_configs: Sequence[WorkerConfig], config: ExecutorConfig, *, first_rank: int, num_ranks: int
+    worker_configs: Sequence[WorkerConfig], config: ExecutorConfig
 ) -> list[tuple[int, ...] | None]:
-    """Return the cores of each rank of this replica; None for one that is not bound.
-
-    first_rank, num_ranks: place of the replica among all ranks of the host; on the status board each has a slot
-    """
+    """Return the cores of each rank of this replica; None for one that is not bound."""
     nodes = read_numa_nodes()
     if not config.bind_numa or len(nodes) < 2:
         return [None] * len(worker_configs)
@@ -326,9 +323,11 @@ def _bind_ranks(
     device = worker_configs[0].parallel.device
     gpu_nodes = [] if device is DeviceType.CPU else read_gpu_nodes(os.environ.get("CUDA_VISIBLE_DEVICES"))
     bindings = []
-    for rank, worker_config in enumerate(worker_configs):
+    for worker_config in worker_configs:
         if device is DeviceType.CPU or (device is DeviceType.AUTO and not gpu_nodes):
-            cpus = bind_cpu_rank(nodes, allowed, rank=first_rank + rank, num_ranks=num_ranks)
+            cpus = bind_cpu_rank(
+                nodes, allowed, rank=worker_config.host_rank, num_ranks=worker_config.num_host_ranks
+            )
         else:
             cpus = bind_gpu_rank(nodes, allowed, gpu_nodes, device_index=worker_config.device_index)
         bindings.append(None if cpus is None else tuple(sorted(cpus)))

@@ -1,4 +1,4 @@
-"""The application: routes, key, error boundary, health and metrics.
+"""The application: routes, keys, error boundary and metrics.
 
 Called by: process.py with the real engine, tests with a small one. Nothing that a client sends gets an answer
 outside OpenAI's shape, and nothing but a bug of ours gets a 500.
@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
 from ..metrics import CONTENT_TYPE
-from . import routes
-from .errors import CLIENT_GONE, RETRY_SOON_S, ApiError, ClientGoneError, to_api_error
+from . import health, model_routes, routes
+from .admin import ADMIN_ROUTES
+from .errors import CLIENT_GONE, ApiError, ClientGoneError, to_api_error
 from .service import Service
 from .sse import STATUS_KEY
 
@@ -23,6 +24,8 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 """Where a key is asked for, when there is one. Health and metrics are for machines of the operator."""
+ADMIN_PREFIX = "/admin/"
+"""Where the administrator's key is asked for. Without one nobody enters."""
 COUNTED_ROUTES = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
 )
@@ -40,34 +43,21 @@ def create_app(service: Service) -> FastAPI:
 
     add("POST", "/v1/completions", routes.create_completion)
     add("POST", "/v1/chat/completions", routes.create_chat_completion)
-    add("GET", "/v1/models", routes.list_models)
-    add("GET", "/v1/models/{model_id:path}", routes.get_model)
+    add("GET", "/v1/models", model_routes.list_models)
+    add("GET", "/v1/models/{model_id:path}", model_routes.get_model)
     add("POST", "/tokenize", routes.tokenize)
     add("POST", "/detokenize", routes.detokenize)
-    add("GET", "/health", health)
-    add("GET", "/ready", ready)
+    add("GET", "/health", health.health)
+    add("GET", "/ready", health.ready)
+    add("GET", "/health/progress", health.progress)
+    add("GET", "/cluster", health.cluster)
     add("GET", "/metrics", metrics)
     add("GET", "/version", version)
+    for path, handler in ADMIN_ROUTES.items():
+        add("POST", path, handler)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(FrontDoor, service=service)
     return app
-
-
-async def health(service: Service, request: Request) -> Response:
-    """GET /health: 200 as long as the process answers."""
-    return Response(status_code=200)
-
-
-async def ready(service: Service, request: Request) -> Response:
-    """GET /ready: 200 when a replica serves and the server is not draining."""
-    num_ready = service.cluster.num_ready
-    is_ready = num_ready > 0 and not service.gate.is_draining
-    status = "draining" if service.gate.is_draining else "ready" if is_ready else "starting"
-    body = {"status": status, "replicas_ready": num_ready, "replicas": len(service.cluster.replicas)}
-    response = routes.json_response(body, 200 if is_ready else 503)
-    if not is_ready:
-        response.headers["Retry-After"] = str(round(RETRY_SOON_S))
-    return response
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -81,12 +71,13 @@ async def version(service: Service, request: Request) -> Response:
 
 
 class FrontDoor:
-    """Asks for the key, and counts every answer and every stream until its end."""
+    """Asks for the keys, and counts every answer and every stream until its end."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
         self._key = None if service.api_key is None else service.api_key.encode()
+        self._admin_key = None if service.admin_key is None else service.admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -102,31 +93,41 @@ class FrontDoor:
             await send(message)
 
         with self._service.gate.inside():
-            if self._may_enter(scope):
+            refusal = self._refusal(scope)
+            if refusal is None:
                 await self._app(scope, receive, send_and_note)
             else:
-                error = ApiError(
-                    401,
-                    "the API key is missing or wrong",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await error.response()(scope, receive, send_and_note)
+                await refusal.response()(scope, receive, send_and_note)
         path = scope["path"]
         # An unknown path must not become a label: clients would make up series without end.
         route = path if path in COUNTED_ROUTES else "other"
         self._service.metrics.count_request(route, scope.get(STATUS_KEY, status))
 
-    def _may_enter(self, scope: Scope) -> bool:
-        if (
-            self._key is None
-            or scope["method"] == "OPTIONS"
-            or not scope["path"].startswith(GUARDED_PREFIXES)
-        ):
-            return True
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = header.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Say why a request may not enter; None when it may."""
+        if scope["path"].startswith(ADMIN_PREFIX):
+            if self._admin_key is None:
+                return ApiError(403, "this server has no administrator's key", code="no_admin_key")
+            return None if _has_key(scope, self._admin_key) else _wrong_key("administrator's key")
+        is_open = scope["method"] == "OPTIONS" or not scope["path"].startswith(GUARDED_PREFIXES)
+        if self._key is None or is_open or _has_key(scope, self._key):
+            return None
+        return _wrong_key("API key")
+
+
+def _has_key(scope: Scope, expected: bytes) -> bool:
+    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = header.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), expected)
+
+
+def _wrong_key(name: str) -> ApiError:
+    return ApiError(
+        401,
+        f"the {name} is missing or wrong",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 async def _guard(service: Service, handler: Handler, request: Request) -> Response:

@@ -17,6 +17,7 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     listen_fd:       the inherited listening socket
     drain_timeout_s: how long running requests may take to finish once a stop is asked
     replay_wait_s:   how long a request whose replica was lost waits for another one
+    min_ready_replicas: with fewer that serve, /ready says 503
     """
 
     connection: FrontEndConnection
@@ -25,3 +26,4 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     drain_timeout_s: float
     replay_wait_s: float
+    min_ready_replicas: int

@@ -19,15 +19,16 @@ import uvloop
 from starlette.types import ASGIApp
 
 from ...cluster.dp_client import DpClient
-from ...cluster.messages import FleetUpdate
+from ...cluster.messages import FleetUpdate, ToFrontEnd
 from ...engine.async_llm import AsyncLLM
 from ...engine.input_processor import InputProcessor
 from ...shm.child_context import ChildContext
 from ...shm.exit_codes import ExitCode
 from ..metrics import ServerMetrics
-from ..preflight import read_api_key
+from ..preflight import read_admin_key, read_api_key
 from .app import create_app
 from .args import ApiServerArgs
+from .cluster_link import ClusterLink
 from .service import Gate, Service
 
 log = logging.getLogger(__name__)
@@ -76,18 +77,20 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     client = DpClient(args.connection, replay_wait_s=args.replay_wait_s)
     engine = AsyncLLM(client, input_processor, client_index=args.connection.client_index)
     await engine.start()
-    decoder = msgspec.msgpack.Decoder(FleetUpdate)
+    decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 
     def apply(update: FleetUpdate) -> None:
         client.apply(update)
         if client.max_model_len is not None:
             input_processor.max_model_len = client.max_model_len
 
-    def take_update(data: bytes) -> None:
-        loop.call_soon_threadsafe(apply, decoder.decode(data))
+    link = ClusterLink(context.note, apply)
 
-    context.on_message(take_update)
-    service = make_service(args, input_processor, engine, client)
+    def take(data: bytes) -> None:
+        loop.call_soon_threadsafe(link.take, decoder.decode(data))
+
+    context.on_message(take)
+    service = make_service(args, input_processor, engine, client, link)
     server = make_server(create_app(service), args.server.access_log, on_started=lambda: context.ready(b""))
     serving = asyncio.create_task(server.serve([socket.socket(fileno=args.listen_fd)]), name="http server")
     stopping = asyncio.create_task(stop_asked.wait(), name="stop")
@@ -125,7 +128,11 @@ def make_server(app: ASGIApp, access_log: bool, on_started: Callable[[], None]) 
 
 
 def make_service(
-    args: ApiServerArgs, input_processor: InputProcessor, engine: AsyncLLM, client: DpClient
+    args: ApiServerArgs,
+    input_processor: InputProcessor,
+    engine: AsyncLLM,
+    client: DpClient,
+    link: ClusterLink,
 ) -> Service:
     """Join the real parts for the routes."""
     model_name = args.server.served_model_name
@@ -135,7 +142,13 @@ def make_service(
         codec=input_processor.tokenizer,
         renderer=input_processor.chat_template,
         cluster=client,
-        metrics=ServerMetrics(model_name, lambda: client.stats, lambda: client.num_ready),
+        metrics=ServerMetrics(
+            model_name,
+            lambda: client.stats,
+            lambda: client.num_ready,
+            fleet=lambda: link.fleet,
+            replay=lambda: client.replay_stats,
+        ),
         gate=Gate(),
         model_name=model_name,
         model_root=args.model.path,
@@ -146,4 +159,7 @@ def make_service(
         max_prompts=args.server.max_prompts,
         max_body_bytes=args.server.max_body_bytes,
         api_key=read_api_key(args.server),
+        link=link,
+        admin_key=read_admin_key(args.server),
+        min_ready_replicas=args.min_ready_replicas,
     )

@@ -181,7 +181,7 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: None = None
+    system_fingerprint: str | None = None
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: None = None
+    system_fingerprint: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -239,11 +239,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: None = None
+    system_fingerprint: str | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of /v1/models."""
+    """One entry of /v1/models. weights_version: as `system_fingerprint` of the answers."""
 
     id: str
     object: Literal["model"] = "model"
@@ -252,6 +252,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    weights_version: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: completions, chat, models, tokenize and detokenize.
+"""The OpenAI-compatible routes: completions, chat, tokenize and detokenize.
 
 Called by: app.py, which wraps each with the error boundary. A request is checked, tokenised and admitted
 before its answer begins, so that everything that is wrong with it has a status of its own.
@@ -33,8 +33,6 @@ from .protocol import (
     Delta,
     DetokenizeRequest,
     DetokenizeResponse,
-    ModelCard,
-    ModelList,
     TokenizeRequest,
     TokenizeResponse,
     Usage,
@@ -50,11 +48,16 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What all chunks of one answer share. created: seconds since 1970, as the API wants it."""
+    """What all chunks of one answer share.
+
+    created:     seconds since 1970, as the API wants it
+    fingerprint: version of the weights that served when the request came
+    """
 
     id: str
     created: int
     model: str
+    fingerprint: str | None
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -108,7 +111,12 @@ async def create_completion(service: Service, request: Request) -> Response:
     ]
     return json_response(
         CompletionResponse(
-            id=header.id, created=header.created, model=header.model, choices=choices, usage=counter.usage()
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            system_fingerprint=header.fingerprint,
+            choices=choices,
+            usage=counter.usage(),
         )
     )
 
@@ -159,20 +167,14 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         )
     return json_response(
         ChatResponse(
-            id=header.id, created=header.created, model=header.model, choices=choices, usage=counter.usage()
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            system_fingerprint=header.fingerprint,
+            choices=choices,
+            usage=counter.usage(),
         )
     )
-
-
-async def list_models(service: Service, request: Request) -> Response:
-    """GET /v1/models."""
-    return json_response(ModelList(data=[_model_card(service)]))
-
-
-async def get_model(service: Service, request: Request) -> Response:
-    """GET /v1/models/{id}."""
-    service.check_model(request.path_params["model_id"])
-    return json_response(_model_card(service))
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -282,7 +284,12 @@ async def _completion_events(
     def chunk(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(
             CompletionResponse(
-                id=header.id, created=header.created, model=header.model, choices=choices, usage=usage
+                id=header.id,
+                created=header.created,
+                model=header.model,
+                system_fingerprint=header.fingerprint,
+                choices=choices,
+                usage=usage,
             )
         )
 
@@ -321,7 +328,12 @@ async def _chat_events(
         choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason)
         return event(
             ChatChunk(
-                id=header.id, created=header.created, model=header.model, choices=[choice], usage=no_usage
+                id=header.id,
+                created=header.created,
+                model=header.model,
+                system_fingerprint=header.fingerprint,
+                choices=[choice],
+                usage=no_usage,
             )
         )
 
@@ -341,6 +353,7 @@ async def _chat_events(
                     id=header.id,
                     created=header.created,
                     model=header.model,
+                    system_fingerprint=header.fingerprint,
                     choices=[],
                     usage=counter.usage(),
                 )
@@ -367,13 +380,9 @@ def _in_chat_words(error: InvalidRequestError, body: ChatCompletionRequest) -> I
 
 
 def _header(prefix: str, service: Service) -> Header:
-    return Header(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=service.model_name)
-
-
-def _model_card(service: Service) -> ModelCard:
-    return ModelCard(
-        id=service.model_name,
-        created=service.created_at,
-        root=service.model_root,
-        max_model_len=service.max_model_len,
+    return Header(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=service.model_name,
+        fingerprint=service.weights_version,
     )

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...cluster.messages import ReplicaState
 from ...engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from ...engine.messages import EngineStats
 from ...engine.outputs import RequestOutput
 from ...workers.sampling_params import SamplingParams
 from ..metrics import ServerMetrics
+from .cluster_link import ClusterPort
 from .errors import RETRY_SOON_S, ApiError
 
 
@@ -128,6 +130,8 @@ class Service:
 
     model_name: what clients call the model; model_root: the folder's or hub's name behind it
     created_at: seconds since 1970, as /v1/models shows it
+    api_key, admin_key: None: clients need none; administrators are not let in
+    min_ready_replicas: with fewer, the cluster does not count as ready
     """
 
     engine: Engine
@@ -144,6 +148,18 @@ class Service:
     max_prompts: int
     max_body_bytes: int
     api_key: str | None
+    link: ClusterPort
+    admin_key: str | None
+    min_ready_replicas: int
+
+    @property
+    def weights_version(self) -> str | None:
+        """What clients are told of the weights: the version that serves; while replicas change over, both."""
+        fleet = self.link.fleet
+        if fleet is None:
+            return None
+        serving = [replica for replica in fleet.replicas if replica.state is ReplicaState.READY]
+        return ",".join(sorted({replica.weights_version for replica in serving})) or None
 
     @property
     def max_model_len(self) -> int:

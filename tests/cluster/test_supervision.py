@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.supervision import (
+from phalanx.cluster.supervision import Supervision
+from phalanx.cluster.supervision_events import (
     Announce,
     ChildExited,
     ChildKind,
@@ -18,7 +19,6 @@ from phalanx.cluster.supervision import (
     RestartPolicy,
     Start,
     StopRequested,
-    Supervision,
     Terminate,
     Tick,
 )

@@ -5,10 +5,12 @@ import threading
 import pytest
 
 from phalanx.engine.core import EngineCore
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, carry_out
 from phalanx.engine.grammar.backend import GrammarError
 from phalanx.engine.messages import FinishReason
 from phalanx.shm.errors import ProcessDiedError, ProcessError
 from phalanx.workers.sampling_params import StructuredOutputs
+from phalanx.workers.sleep import SleepLevel
 from support.engine import make_engine_config, make_report, make_request, simulate
 from support.engine_children import POISON_STEP, FakeExecutor
 
@@ -279,3 +281,67 @@ def test_a_grammar_that_is_not_compiled_in_time_ends_its_request():
     assert core.num_unfinished_requests == 0
     compiler.release.set()
     core.close(reason="done")
+
+
+def test_a_paused_engine_core_keeps_its_requests_and_goes_on_where_it_was():
+    core, executor = make_core()
+    request = make_request("a", max_tokens=20)
+    core.add_request(request)
+    core.step()
+
+    carry_out(core, CoreControl(call_id=1, kind=ControlKind.PAUSE, timeout_s=1.0))
+    made = run(core)
+    num_steps = executor.num_steps
+    core.add_request(make_request("b", max_tokens=2))
+    assert not core.has_work
+    assert core.num_unfinished_requests == 2
+    assert executor.num_steps == num_steps
+
+    carry_out(core, CoreControl(call_id=2, kind=ControlKind.RESUME, timeout_s=1.0))
+    rest = run(core)[0]
+    tokens = [
+        token
+        for output in [*made.get(0, []), *rest]
+        if output.request_id == "a"
+        for token in output.new_token_ids
+    ]
+    assert tokens[-1] == simulate(request)[-1]
+    assert executor.num_steps > num_steps
+
+
+def test_a_sleep_ends_what_is_left_and_runs_on_every_rank():
+    core, executor = make_core()
+    core.add_request(make_request("a", max_tokens=20))
+    core.step()
+
+    done, outputs = carry_out(
+        core, CoreControl(call_id=5, kind=ControlKind.SLEEP, level=SleepLevel.DROP, timeout_s=1.0)
+    )
+
+    assert done == CoreControlDone(call_id=5)
+    assert [output.finish_reason for output in outputs[0]] == [FinishReason.ABORT]
+    assert executor.hooks == [("sleep", SleepLevel.DROP)]
+    assert not core.has_work
+    assert core.stats().num_free_blocks == 63
+
+
+def test_what_goes_wrong_on_a_rank_is_the_answer():
+    core, executor = make_core()
+    executor.hook_error = "no room"
+
+    done, _ = carry_out(core, CoreControl(call_id=6, kind=ControlKind.WAKE, timeout_s=1.0))
+
+    assert done == CoreControlDone(call_id=6, error="tp0: no room")
+
+
+def test_prefixes_that_requests_hold_are_not_forgotten():
+    core, _ = make_core()
+    core.add_request(make_request("a", num_prompt_tokens=9, max_tokens=20))
+    core.step()
+    reset = CoreControl(call_id=7, kind=ControlKind.RESET_PREFIX_CACHE, timeout_s=1.0)
+
+    done, _ = carry_out(core, reset)
+    assert done.error is not None
+    run(core)
+    done, _ = carry_out(core, reset)
+    assert done.error is None

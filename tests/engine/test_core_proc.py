@@ -12,6 +12,7 @@ import zmq
 
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
 from phalanx.engine.kv_events import KVEventBatch, follow
 from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowPrefixes
 from phalanx.engine.prefix_log import split_keys
@@ -19,7 +20,8 @@ from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
 from phalanx.shm.sockets import bind_pull
-from support.children import is_gone
+from phalanx.shm.status_board import Phase, StatusBoard
+from support.children import is_gone, wait_until
 from support.engine import make_engine_config, make_request, simulate
 from support.engine_children import POISON_IDLE, POISON_STEP
 
@@ -35,7 +37,11 @@ class CoreProcess:
         self.spawner.start()
         self.zmq = zmq.Context()
         self.stats = bind_pull(self.zmq, f"ipc://{folder}/stats")
+        self.board = StatusBoard.create(2)
         args = EngineCoreArgs(
+            board_fd=self.board.fd,
+            num_board_slots=2,
+            first_board_slot=1,
             config=make_engine_config(**scheduler),
             dp_rank=3,
             epoch=7,
@@ -44,7 +50,13 @@ class CoreProcess:
             device_indices=[0],
         )
         self.child = self.spawner.spawn(
-            ChildSpec(role="dp3", target=target, args=msgspec.msgpack.encode(args), rank=3)
+            ChildSpec(
+                role="dp3",
+                target=target,
+                args=msgspec.msgpack.encode(args),
+                rank=3,
+                pass_fds=(self.board.fd,),
+            )
         )
 
     def wait_ready(self):
@@ -68,6 +80,17 @@ class CoreProcess:
         self.spawner.close()
         self.stats.close(linger=0)
         self.zmq.term()
+        self.board.close()
+
+    def ask(self, control):
+        """Ask as the supervisor does; return the answer."""
+        self.child.send(msgspec.msgpack.encode(control))
+        answers = []
+        wait_until(
+            lambda: answers.extend(self.child.receive()) or answers, timeout_s=DEADLINE_S, what="an answer"
+        )
+        (note,) = answers
+        return msgspec.msgpack.decode(note.payload, type=CoreControlDone)
 
 
 @pytest.fixture
@@ -341,3 +364,51 @@ def test_a_listener_outside_follows_the_prefix_cache_and_asks_for_what_it_missed
     follow(held, batches)
     assert [batch.sequence for batch in batches] == list(range(len(batches)))
     assert len(held) == 11 // 4
+
+
+def test_it_says_on_the_board_what_it_does_also_at_rest(start):
+    process = start()
+    process.wait_ready()
+
+    def status():
+        return process.board.read(1)
+
+    wait_until(lambda: status().phase is Phase.IDLE, timeout_s=DEADLINE_S, what="rest")
+    since_at = status().since_at
+    wait_until(lambda: status().since_at > since_at, timeout_s=DEADLINE_S, what="another look at rest")
+
+    async def scenario():
+        async with connect(process) as sockets:
+            sockets.send(3, make_request("a", max_tokens=4))
+            await receive_until_finished(sockets, ["a"])
+
+    asyncio.run(scenario())
+    wait_until(
+        lambda: (status().phase, status().call_id, status().step) == (Phase.IDLE, 0, 4),
+        timeout_s=DEADLINE_S,
+        what="four steps and no request",
+    )
+
+
+def test_a_pause_holds_requests_until_its_end(start):
+    process = start()
+    process.wait_ready()
+    assert process.ask(CoreControl(call_id=1, kind=ControlKind.PAUSE, timeout_s=5.0)).call_id == 1
+    request = make_request("a", max_tokens=4)
+
+    async def scenario():
+        async with connect(process) as sockets:
+            sockets.send(3, request)
+            await asyncio.to_thread(
+                wait_until,
+                lambda: (process.board.read(1).phase, process.board.read(1).call_id) == (Phase.PAUSED, 1),
+                timeout_s=DEADLINE_S,
+                what="a request that waits",
+            )
+            process.child.send(
+                msgspec.msgpack.encode(CoreControl(call_id=2, kind=ControlKind.RESUME, timeout_s=5.0))
+            )
+            tokens = await receive_until_finished(sockets, ["a"])
+            assert tokens["a"] == simulate(request)
+
+    asyncio.run(scenario())

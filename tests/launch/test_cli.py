@@ -17,11 +17,13 @@ from phalanx.workers.config import ModelConfig
 from support.tiny_gguf import write_gguf
 
 FLAGS = [
+    "--admin-key-file",
     "--api-key-file",
     "--config",
     "--data-parallel-size",
     "--device",
     "--dp",
+    "--drain-timeout",
     "--dry-run",
     "--dtype",
     "--gpu-memory-utilization",
@@ -67,6 +69,9 @@ server:
   --served-model-name NAME
                         what clients call the model
   --api-key-file FILE   file with the key that clients must send
+  --admin-key-file FILE
+                        file with the key of administrators (no /admin)
+  --drain-timeout S     seconds that running requests get to finish at a stop (30)
 
 settings:
   --config FILE         YAML file of settings

@@ -2,8 +2,8 @@
 
 import io
 
+from phalanx.cluster.observer import ProcessReport
 from phalanx.cluster.placement import make_plan
-from phalanx.cluster.supervisor import ProcessReport
 from phalanx.launch.tables import (
     memory_table,
     plan_table,

@@ -8,6 +8,7 @@ from phalanx.engine.core_proc import run_engine_core
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ProcessDiedError, ProcessError
 from phalanx.shm.status_board import RankStatus
+from phalanx.workers.hooks import HookOutcome
 from phalanx.workers.messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from support.engine import FakeModelRunner, make_report
 
@@ -35,6 +36,8 @@ class FakeExecutor:
         self.close_reason: str | None = None
         self.num_steps = 0
         self._unmasked: FakeStep | None = None
+        self.hooks: list[tuple[str, object]] = []
+        self.hook_error: str | None = None
 
     def start(self) -> ExecutorReport:
         self._on_phase(0, "weights")
@@ -66,6 +69,17 @@ class FakeExecutor:
         assert step is not None
         assert step.scheduler_output.step == masks.step
         step.output = self.execute_model(step.scheduler_output, masks)
+
+    def collective_rpc(
+        self,
+        name: str,
+        argument: object = None,
+        *,
+        result_type: object = None,
+        timeout_s: float | None = None,
+    ) -> list[HookOutcome[None]]:
+        self.hooks.append((name, argument))
+        return [HookOutcome(tp_rank=0, error=self.hook_error)]
 
     @property
     def phases(self) -> Sequence[RankStatus]:

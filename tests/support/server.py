@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.cluster.messages import AdminKind, AdminResult, AdminStatus, FleetUpdate
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from phalanx.engine.messages import EngineStats, FinishReason
@@ -120,6 +121,22 @@ class FakeCluster:
     stats: dict[int, EngineStats] = field(default_factory=dict)
 
 
+@dataclass
+class FakeLink:
+    """A supervisor whose word, and whose results, the test writes down."""
+
+    fleet: FleetUpdate | None = None
+    result: AdminResult = field(
+        default_factory=lambda: AdminResult(command_id=0, status=AdminStatus.DONE, replicas=[])
+    )
+    commands: list[tuple[AdminKind, dict[str, Any]]] = field(default_factory=list)
+
+    async def command(self, kind: AdminKind, **fields: Any) -> AdminResult:
+        given = {name: value for name, value in fields.items() if value is not None}
+        self.commands.append((kind, given))
+        return self.result
+
+
 def make_service(
     engine: FakeEngine | None = None,
     cluster: FakeCluster | None = None,
@@ -144,6 +161,9 @@ def make_service(
         "max_prompts": 8,
         "max_body_bytes": 1 << 20,
         "api_key": api_key,
+        "link": FakeLink(),
+        "admin_key": None,
+        "min_ready_replicas": 1,
     }
     return Service(**{**values, **changes})
 

@@ -86,7 +86,7 @@ def test_an_annotation_that_does_not_resolve_is_an_error_of_the_configuration(mo
 def test_only_registered_names_pass_the_check() -> None:
     check_hook_name("memory_report", ())
     check_hook_name("f", ("a.b:f",))
-    with pytest.raises(ValueError, match="known are memory_report, f"):
+    with pytest.raises(ValueError, match="known are memory_report, sleep, wake, f"):
         check_hook_name("a.b:f", ("a.b:f",))
 
 
