@@ -10,9 +10,10 @@ PYTEST := $(PYTHON) -m pytest
 # torch first and alone, in the version whose CPU build suffices: asked for later, by another package,
 # it may arrive with several gigabytes of CUDA. On a GPU machine: make install TORCH=torch
 TORCH  ?= torch==2.13.0
+MINUTES ?= 10
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test test-full processes faults gpu lint types wheel clean torture
+.PHONY: install demo test test-full processes faults gpu lint types wheel clean repeat torture
 
 install: $(STAMP)
 
@@ -34,9 +35,13 @@ test-full: install lint types
 processes faults gpu: install
 	$(PYTEST) tests/$@
 
-# make torture T=tests/shm/test_ring_buffer.py: the same test 200 times, until it fails
-torture: install
+# make repeat T=tests/shm/test_ring_buffer.py: the same test 200 times, until it fails
+repeat: install
 	for i in $$(seq 200); do $(PYTEST) -q -x $(T) || exit 1; done
+
+# make torture MINUTES=10: processes of a cluster killed at random under live streams
+torture: install
+	$(VENV)/bin/cluster-bench torture --minutes $(MINUTES) -- tests/fixtures/tiny-llama --tp 2 --dp 2 --device cpu
 
 lint: install
 	$(VENV)/bin/ruff check .

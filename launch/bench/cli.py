@@ -12,10 +12,20 @@ from types import ModuleType
 
 from ...shm.errors import ConfigError, ServingError
 from ...shm.exit_codes import ExitCode
-from . import executor, latency, ring, scheduler, serve, startup, throughput
+from . import executor, failover, latency, ring, scheduler, serve, startup, throughput, torture
 from .report import PROGRAM, ReportWriter
 
-BENCHMARKS: tuple[ModuleType, ...] = (serve, latency, throughput, startup, ring, executor, scheduler)
+BENCHMARKS: tuple[ModuleType, ...] = (
+    serve,
+    latency,
+    throughput,
+    startup,
+    failover,
+    torture,
+    ring,
+    executor,
+    scheduler,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

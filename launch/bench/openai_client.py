@@ -35,6 +35,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     due_at:            when it should have been sent
     token_at:          when each piece of the stream with text came; a piece may hold several tokens
     num_prompt_tokens, num_output_tokens: as the server counted; output: pieces, when it did not
+    response_id:       what the server calls it
+    text:              all of it, if it is kept
     error:             what kind of failure; None: it ended well
     error_detail:      what the server said of it
     """
@@ -47,6 +49,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None
+    response_id: str = ""
+    text: str = ""
     error: str | None = None
     error_detail: str = ""
 
@@ -77,6 +81,7 @@ _NO_ERROR = msgspec.Raw(b"null")
 
 
 class _Chunk(msgspec.Struct, frozen=True):
+    id: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = _NO_ERROR
@@ -94,6 +99,7 @@ class OpenAIClient:
 
     ignore_eos: ask for exactly the output length; a field that servers of this kind understand beyond OpenAI's
     timeout_s:  for one request, from its sending to its end
+    keeps_text: also note what the completions endpoint wrote
     """
 
     def __init__(
@@ -105,8 +111,11 @@ class OpenAIClient:
         ignore_eos: bool,
         temperature: float,
         timeout_s: float,
+        keeps_text: bool = False,
     ) -> None:
+        self.model = model
         self._http = http
+        self._keeps_text = keeps_text
         self._endpoint = endpoint
         self._fields: dict[str, object] = {
             "model": model,
@@ -173,7 +182,11 @@ class OpenAIClient:
         if chunk.usage is not None:
             record.num_prompt_tokens = chunk.usage.prompt_tokens
             record.num_output_tokens = chunk.usage.completion_tokens
+        if chunk.id:
+            record.response_id = chunk.id
         for choice in chunk.choices:
+            if self._keeps_text and choice.text:
+                record.text += choice.text
             if choice.has_text:
                 record.token_at.append(at)
                 if chunk.usage is None:

@@ -8,18 +8,12 @@ When the cluster does not start: BenchError with its last words.
 
 import argparse
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from .errors import BenchError
+from .launched_cluster import LaunchedCluster
 from .options import positive
 from .progress import Progress
 from .report import ReportWriter, Table, show_spread
@@ -27,9 +21,6 @@ from .stats import over_runs
 
 NAME = "startup"
 HELP = "time from cluster-launch to ready, by phase, and to its end"
-STOP_TIMEOUT_S = 60.0
-_MAX_LAST_WORDS = 2000
-_READY = re.compile(r"^ready after [\d.]+ s: ")
 _PROCESSES = "processes"
 _RANKS = "start-up, seconds"
 
@@ -79,38 +70,10 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
 
 def measure_start(number: int, launch: Sequence[str]) -> StartupRun:
     """Start a cluster, wait until it is ready, and stop it. Raises BenchError when it does not start or stop."""
-    command = [sys.executable, "-m", "phalanx.launch", "--port", "0", *launch]
-    with tempfile.TemporaryFile("w+") as errors:
-        began_at = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            # A session of its own: Ctrl-C reaches the cluster from here, once, and not from the terminal as well.
-            start_new_session=True,
-        )
-        try:
-            assert process.stdout is not None
-            lines = _read_until_ready(process.stdout)
-            ready_s = time.monotonic() - began_at
-            if not lines or not _READY.match(lines[-1]):
-                code = process.wait(STOP_TIMEOUT_S)
-                errors.seek(0)
-                raise BenchError(f"cluster-launch ended with {code}: {errors.read()[-_MAX_LAST_WORDS:]}")
-            memory_bytes = _memory_of_tree(process.pid)
-            stopping_at = time.monotonic()
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=STOP_TIMEOUT_S)
-            stop_s = time.monotonic() - stopping_at
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"cluster-launch did not stop within {STOP_TIMEOUT_S:g} s") from None
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-            elif process.stdout is not None:
-                process.stdout.close()
+    with LaunchedCluster(launch) as cluster:
+        lines, ready_s = cluster.lines, cluster.ready_s
+        memory_bytes = cluster.memory_bytes()
+        stop_s = cluster.stop()
     return StartupRun(
         run=number,
         ready_s=ready_s,
@@ -172,30 +135,3 @@ def make_tables(runs: Sequence[StartupRun]) -> list[Table]:
             row.append(show_spread(over_runs(values)) if values else "-")
         rows.append(row)
     return [whole, Table(title="Phases of each rank, in seconds", columns=["rank", *phases], rows=rows)]
-
-
-def _read_until_ready(output: IO[str]) -> list[str]:
-    """Return the lines up to the one that says that the cluster serves; all of them when it ends instead."""
-    lines = []
-    for line in output:
-        lines.append(line.rstrip("\n"))
-        if _READY.match(line):
-            break
-    return lines
-
-
-def _memory_of_tree(pid: int) -> int:
-    """Return the proportional set size of a process and all its descendants."""
-    total, todo = 0, [pid]
-    while todo:
-        current = Path(f"/proc/{todo.pop()}")
-        try:
-            rollup = (current / "smaps_rollup").read_text(encoding="ascii")
-            total += (
-                sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
-            )
-            for children in current.glob("task/*/children"):
-                todo += map(int, children.read_text(encoding="ascii").split())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return total

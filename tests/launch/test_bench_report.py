@@ -88,7 +88,11 @@ def test_every_benchmark_has_its_help(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert [benchmark.NAME for benchmark in BENCHMARKS] == [
         "serve",
+        "latency",
+        "throughput",
         "startup",
+        "failover",
+        "torture",
         "ring",
         "executor",
         "scheduler",

@@ -28,7 +28,8 @@ class Record:
     """One request as its client sees it.
 
     attempts: what each attempt that was sent had brought before and brought itself, in tokens
-    lost_at:  when the front end last sent it anew, or had it taken away
+    is_late:  it came to a replica after its front end had died and the next one had said hello. It runs there to
+              its end, and its outputs are nobody's
     """
 
     asked: Happening
@@ -37,6 +38,7 @@ class Record:
     incarnation: int = -1
     attempts: list[list[int]] = field(default_factory=list)
     sent_at: float = 0.0
+    is_late: bool = False
 
     @property
     def expected(self) -> list[int]:

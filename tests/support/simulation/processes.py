@@ -193,6 +193,7 @@ class SimulatedEngineCore(SimulatedProcess):
             clock=cluster.world.clock,
         )
         self.is_halted = False
+        self._incarnation = 0
         self._is_stepping = False
         self._num_steps = 0
         self._outputs: Link | None = None
@@ -212,6 +213,11 @@ class SimulatedEngineCore(SimulatedProcess):
     def receive(self, message: ClientHello | EngineCoreRequest | AbortRequests) -> None:
         """From a front end."""
         if self.is_alive:
+            if isinstance(message, ClientHello):
+                self._incarnation = max(self._incarnation, message.incarnation)
+            elif isinstance(message, EngineCoreRequest):
+                record = self.cluster.ledger.records[message.request_id]
+                record.is_late = record.is_late or record.incarnation < self._incarnation
             self.loop._handle(message)
             self._wake()
 
@@ -360,7 +366,7 @@ class SimulatedFrontEnd(SimulatedProcess):
             self._sockets.arrived.append(message)
             for output in message.outputs:
                 record = self.cluster.ledger.records[output.request_id]
-                if record.incarnation != self.epoch:
+                if record.incarnation != self.epoch and not record.is_late:
                     raise Violation(
                         f"{self.address} gets outputs of request {record.asked.number}, not its own"
                     )
