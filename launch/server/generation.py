@@ -8,12 +8,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...engine.errors import RequestAbortedError
 from ...engine.input_processor import DEFAULT_OPTIONS, RequestOptions
+from ...engine.logprobs import PositionLogprobs
 from ...engine.messages import FinishReason
-from ...engine.outputs import CompletionOutput
+from ...engine.outputs import CompletionOutput, RequestOutput
 from ...workers.sampling_params import SamplingParams
 from .protocol import PromptTokensDetails, Usage
 from .service import Service
@@ -21,13 +22,18 @@ from .service import Service
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt of a request. index: of its first choice in the answer; its params.n samples follow each other."""
+    """One prompt of a request.
+
+    index:      of its first choice in the answer; its params.n samples follow each other
+    is_scoring: nothing is to be written: what the model makes beyond the prompt is left out
+    """
 
     index: int
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     options: RequestOptions = DEFAULT_OPTIONS
+    is_scoring: bool = False
 
     @property
     def choices(self) -> range:
@@ -41,6 +47,8 @@ class Piece:
 
     index:         of the choice; prompt_index: of the first choice of its prompt
     finish_reason: "stop" or "length" in the last one
+    logprobs:        one entry for each token; prompt_logprobs: one for each prompt token, as soon as they are known;
+                     None when they were not asked for
     """
 
     index: int
@@ -50,6 +58,8 @@ class Piece:
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached_tokens: int
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +132,7 @@ async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
         async for output in outputs:
             now = time.monotonic()
             for completion in output.outputs:
-                piece = _to_piece(job, completion, output.num_cached_tokens)
+                piece = _to_piece(job, completion, output)
                 if piece.num_tokens:
                     if not last_at:
                         metrics.prompt_tokens.inc(len(job.prompt_token_ids))
@@ -142,15 +152,27 @@ async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     raise RequestAbortedError("the engine ended the request before it was complete")
 
 
-def _to_piece(job: Job, completion: CompletionOutput, num_cached_tokens: int) -> Piece:
+def _to_piece(job: Job, completion: CompletionOutput, output: RequestOutput) -> Piece:
     # A request that is aborted or lost has no last output: its iterator raises.
     assert completion.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
-    return Piece(
+    piece = Piece(
         index=job.index + completion.index,
         prompt_index=job.index,
         text=completion.text,
         num_tokens=len(completion.token_ids),
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
-        num_cached_tokens=num_cached_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        logprobs=completion.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+    if not job.is_scoring:
+        return piece
+    return replace(
+        piece,
+        text="",
+        num_tokens=0,
+        finish_reason=piece.finish_reason and FinishReason.LENGTH,
+        stop_reason=None,
+        logprobs=None if piece.logprobs is None else [],
     )

@@ -63,7 +63,7 @@ class StructuredOutputsField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of completion share. The second half cannot be served yet: see validation.py."""
+    """What both kinds of completion share. The last few cannot be served yet: see validation.py."""
 
     model: str | None = None
     stream: bool | None = None
@@ -87,8 +87,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
-
-    best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -98,6 +96,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+
+    best_of: int | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -106,8 +106,9 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """Body of POST /v1/completions. prompt: a text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
-    suffix: str | None = None
     logprobs: int | None = None
+
+    suffix: str | None = None
 
 
 class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -117,11 +118,11 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -162,14 +163,40 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Parallel lists, one entry for each token of the text.
+
+    token_logprobs, top_logprobs: null for the first token of an echoed prompt
+    text_offset: where each token begins in the whole text, an echoed prompt included
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token at one position of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry for each prompt token, by token id; null for the first."""
+
+
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, or one piece of it."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +209,27 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token that might have come. bytes: its own, also where `token` cannot be text."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    """One token that came, and the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry for each token of the message."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +245,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: int | str | None = None
 
@@ -212,6 +260,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -226,7 +275,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 

@@ -8,7 +8,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,46 +17,45 @@ from starlette.responses import Response
 
 from ...engine.errors import InvalidRequestError
 from ...engine.input_processor import MAX_CHARACTERS_PER_TOKEN
+from .answers import (
+    Answer,
+    CompletionForm,
+    Header,
+    chat_choices,
+    chat_events,
+    collect,
+    completion_choices,
+    completion_events,
+)
 from .errors import ApiError, ClientGoneError, invalid
 from .generation import Job, Piece, UsageCounter, run_jobs
+from .logprobs import prompt_logprobs
 from .protocol import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
     ChatCompletionRequest,
     ChatResponse,
-    CompletionChoice,
     CompletionRequest,
     CompletionResponse,
-    Delta,
     DetokenizeRequest,
     DetokenizeResponse,
+    PromptLogprobs,
     TokenizeRequest,
     TokenizeResponse,
-    Usage,
 )
 from .service import Service
-from .sse import EventStream, event, run_watched
-from .validation import decode_body, request_options, sampling_params, split_prompts, template_messages
+from .sse import EventStream, run_watched
+from .validation import (
+    decode_body,
+    is_scoring,
+    request_options,
+    sampling_params,
+    split_prompts,
+    template_messages,
+    truncate_prompt,
+)
 
 THREAD_CHARACTERS = 1 << 14
 """A longer text is tokenised in a thread: the event loop has other clients."""
 RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """What all chunks of one answer share.
-
-    created:     seconds since 1970, as the API wants it
-    fingerprint: version of the weights that served when the request came
-    """
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str | None
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -68,54 +66,53 @@ async def create_completion(service: Service, request: Request) -> Response:
     params = sampling_params(body, vocab_size=service.vocab_size)
     prompts = split_prompts(body.prompt, vocab_size=service.vocab_size, max_prompts=service.max_prompts)
     header = _header("cmpl", service)
-    jobs, echoes = [], []
+    jobs: list[Job] = []
+    forms: list[CompletionForm] = []
     for index, prompt in enumerate(prompts):
         ids = prompt
         if isinstance(prompt, str):
             ids = await _encode(service, prompt, add_special_tokens=body.add_special_tokens is not False)
         assert isinstance(ids, list)
+        ids = truncate_prompt(ids, body, params, max_model_len=service.max_model_len)
         fitting = params
         if body.max_tokens is None and len(ids) + (params.max_tokens or 0) > service.max_model_len:
             # The default is ours, not the client's: near the end of the context it gives way.
             fitting = msgspec.structs.replace(params, max_tokens=None)
-        jobs.append(
-            Job(
-                index=index * params.n,
-                request_id=f"{header.id}-{index}",
-                prompt_token_ids=ids,
-                params=fitting,
-                options=request_options(body),
-            )
+        job = Job(
+            index=index * params.n,
+            request_id=f"{header.id}-{index}",
+            prompt_token_ids=ids,
+            params=fitting,
+            options=request_options(body),
+            is_scoring=is_scoring(body),
         )
+        jobs.append(job)
         echo = ""
         if body.echo:
-            echo = prompt if isinstance(prompt, str) else service.codec.decode(ids)
-        echoes += [echo] * params.n
+            is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
+            echo = prompt if is_whole and isinstance(prompt, str) else service.codec.decode(ids)
+        form = CompletionForm(
+            job=job,
+            codec=service.codec,
+            echo=echo,
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+        )
+        forms += [form] * params.n
     counter = UsageCounter(sum(len(job.prompt_token_ids) for job in jobs))
     if body.stream:
-        pieces, first = await _start(service, request, jobs)
+        pieces = await _start(service, request, jobs)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return EventStream(
-            _completion_events(header, pieces, first, counter, echoes=echoes, include_usage=include_usage),
-            service.gate,
+            completion_events(header, pieces, counter, forms=forms, include_usage=include_usage), service.gate
         )
     answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
-    choices = [
-        CompletionChoice(
-            index=index,
-            text=echoes[index] + text,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-        )
-        for index, (text, last) in enumerate(answers)
-    ]
     return json_response(
         CompletionResponse(
             id=header.id,
             created=header.created,
             model=header.model,
             system_fingerprint=header.fingerprint,
-            choices=choices,
+            choices=completion_choices(forms, answers),
             usage=counter.usage(),
         )
     )
@@ -139,40 +136,39 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     try:
         # Templates write the special tokens themselves; a second one at the front would be a different prompt.
         ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+        ids = truncate_prompt(ids, body, params, max_model_len=service.max_model_len)
         options = request_options(body)
         jobs = [Job(index=0, request_id=header.id, prompt_token_ids=ids, params=params, options=options)]
         counter = UsageCounter(len(ids))
         if body.stream:
-            pieces, first = await _start(service, request, jobs)
+            pieces = await _start(service, request, jobs)
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return EventStream(
-                _chat_events(
-                    header, pieces, first, counter, num_choices=params.n, include_usage=include_usage
+                chat_events(
+                    header,
+                    pieces,
+                    counter,
+                    num_choices=params.n,
+                    num_top=params.logprobs,
+                    include_usage=include_usage,
                 ),
                 service.gate,
             )
         answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
     except InvalidRequestError as error:
         raise _in_chat_words(error, body) from None
-    choices = []
-    for index, (answer, last) in enumerate(answers):
-        assert last.finish_reason is not None
-        choices.append(
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(content=answer),
-                finish_reason=last.finish_reason,
-                stop_reason=last.stop_reason,
-            )
-        )
+    shown: PromptLogprobs | UnsetType = UNSET
+    if answers[0].prompt_logprobs is not None:
+        shown = prompt_logprobs(answers[0].prompt_logprobs)
     return json_response(
         ChatResponse(
             id=header.id,
             created=header.created,
             model=header.model,
             system_fingerprint=header.fingerprint,
-            choices=choices,
+            choices=chat_choices(answers, num_top=params.logprobs),
             usage=counter.usage(),
+            prompt_logprobs=shown,
         )
     )
 
@@ -236,28 +232,19 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-async def _start(
-    service: Service, request: Request, jobs: Sequence[Job]
-) -> tuple[AsyncGenerator[Piece, None], Piece]:
+async def _start(service: Service, request: Request, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
     """Wait for the first piece: until then an error still has a status, and a client may leave."""
     pieces = run_jobs(service, jobs)
     try:
-        return pieces, await run_watched(request.receive, service.gate, anext(pieces))
+        return _with_first(await run_watched(request.receive, service.gate, anext(pieces)), pieces)
     except BaseException:
         await pieces.aclose()
         raise
 
 
-async def _collect(service: Service, jobs: Sequence[Job], counter: UsageCounter) -> list[tuple[str, Piece]]:
-    """Run all jobs to their ends. Returns the whole text and the last piece of each choice, in order."""
-    choices = [index for job in jobs for index in job.choices]
-    texts: dict[int, list[str]] = {index: [] for index in choices}
-    last: dict[int, Piece] = {}
-    async for piece in run_jobs(service, jobs):
-        counter.add(piece)
-        texts[piece.index].append(piece.text)
-        last[piece.index] = piece
-    return [("".join(texts[index]), last[index]) for index in choices]
+async def _collect(service: Service, jobs: Sequence[Job], counter: UsageCounter) -> list[Answer]:
+    """Run all jobs to their ends."""
+    return await collect(run_jobs(service, jobs), counter)
 
 
 async def _with_first(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
@@ -267,99 +254,6 @@ async def _with_first(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncG
             yield piece
     finally:
         await rest.aclose()
-
-
-async def _completion_events(
-    header: Header,
-    rest: AsyncGenerator[Piece, None],
-    first: Piece,
-    counter: UsageCounter,
-    *,
-    echoes: Sequence[str],
-    include_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    # null in all chunks but the last when usage was asked for, absent when it was not.
-    no_usage: UnsetType | None = None if include_usage else UNSET
-
-    def chunk(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
-        return event(
-            CompletionResponse(
-                id=header.id,
-                created=header.created,
-                model=header.model,
-                system_fingerprint=header.fingerprint,
-                choices=choices,
-                usage=usage,
-            )
-        )
-
-    pieces = _with_first(first, rest)
-    try:
-        if any(echoes):
-            yield chunk([CompletionChoice(index=i, text=text) for i, text in enumerate(echoes)], no_usage)
-        async for piece in pieces:
-            counter.add(piece)
-            if piece.text or piece.finish_reason:
-                choice = CompletionChoice(
-                    index=piece.index,
-                    text=piece.text,
-                    finish_reason=piece.finish_reason,
-                    stop_reason=piece.stop_reason,
-                )
-                yield chunk([choice], no_usage)
-        if include_usage:
-            yield chunk([], counter.usage())
-    finally:
-        await pieces.aclose()
-
-
-async def _chat_events(
-    header: Header,
-    rest: AsyncGenerator[Piece, None],
-    first: Piece,
-    counter: UsageCounter,
-    *,
-    num_choices: int,
-    include_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    no_usage: UnsetType | None = None if include_usage else UNSET
-
-    def chunk(index: int, delta: Delta, finish_reason: str | None = None) -> bytes:
-        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason)
-        return event(
-            ChatChunk(
-                id=header.id,
-                created=header.created,
-                model=header.model,
-                system_fingerprint=header.fingerprint,
-                choices=[choice],
-                usage=no_usage,
-            )
-        )
-
-    pieces = _with_first(first, rest)
-    try:
-        for index in range(num_choices):
-            yield chunk(index, Delta(role="assistant", content=""))
-        async for piece in pieces:
-            counter.add(piece)
-            if piece.text:
-                yield chunk(piece.index, Delta(content=piece.text))
-            if piece.finish_reason is not None:
-                yield chunk(piece.index, Delta(), piece.finish_reason)
-        if include_usage:
-            yield event(
-                ChatChunk(
-                    id=header.id,
-                    created=header.created,
-                    model=header.model,
-                    system_fingerprint=header.fingerprint,
-                    choices=[],
-                    usage=counter.usage(),
-                )
-            )
-    finally:
-        await pieces.aclose()
 
 
 async def _encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -373,7 +267,7 @@ async def _encode(service: Service, text: str, *, add_special_tokens: bool) -> l
 
 def _in_chat_words(error: InvalidRequestError, body: ChatCompletionRequest) -> InvalidRequestError:
     """Name the fields that a chat client wrote, not those that the engine knows."""
-    names = {"prompt": "messages"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return InvalidRequestError(error.message, field=names.get(error.field or "", error.field))

@@ -29,26 +29,16 @@ T = TypeVar("T")
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ID_DIGITS = 18
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when the client says nothing, as OpenAI has it."""
 
 # Each field that is not supported yet, with the values (besides null) that leave the answer as it is.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "return_token_ids": (False,),
     "kv_transfer_params": ({},),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "continue_final_message": (False,),
     "chat_template": (),
     "tools": (),
@@ -75,16 +65,27 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
     _refuse_unsupported(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "is only allowed with stream")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "is not allowed with stream")
     max_tokens, max_name = request.max_tokens, "max_tokens"
+    logprobs: int | None = None
+    prompt_logprobs = request.prompt_logprobs
     match request:
         case ChatCompletionRequest():
+            logprobs = (request.top_logprobs or 0) if request.logprobs else None
             if request.echo:
                 raise invalid("echo", "is not supported for chat")
             if request.max_completion_tokens is not None:
                 max_tokens, max_name = request.max_completion_tokens, "max_completion_tokens"
-        case CompletionRequest() if max_tokens is None:
-            # Never below min_tokens, which the client did ask for.
-            max_tokens = max(DEFAULT_COMPLETION_TOKENS, request.min_tokens or 0)
+        case CompletionRequest():
+            logprobs = request.logprobs
+            if request.echo and logprobs is not None:
+                prompt_logprobs = _larger(logprobs, prompt_logprobs)
+            if max_tokens is None:
+                # Never below min_tokens, which the client did ask for.
+                max_tokens = max(DEFAULT_COMPLETION_TOKENS, request.min_tokens or 0)
+            elif is_scoring(request):
+                max_tokens = 1
         case _:
             pass
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -95,8 +96,7 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
     stop_token_ids = tuple(request.stop_token_ids or ())
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids")
-    if any(not 0 <= token_id < vocab_size for token_id in stop_token_ids):
-        raise invalid("stop_token_ids", f"must be in the vocabulary, [0, {vocab_size - 1}]")
+    _in_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
     top_k = request.top_k
     if top_k is not None and top_k >= vocab_size:
         top_k = 0
@@ -113,14 +113,45 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
         "skip_special_tokens": request.skip_special_tokens,
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "n": request.n,
+        "min_p": request.min_p,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": _logit_bias(request.logit_bias, vocab_size),
+        "allowed_token_ids": _in_vocabulary("allowed_token_ids", request.allowed_token_ids, vocab_size),
+        "bad_words": request.bad_words,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "structured_outputs": structured_outputs(request),
     }
     try:
         # max_tokens is always passed: None means "what the context leaves", not the default of 16.
         return SamplingParams(**{k: v for k, v in values.items() if v is not None or k == "max_tokens"})
     except SamplingParamsError as error:
-        field = max_name if error.field == "max_tokens" else error.field
+        names = {"max_tokens": max_name}
+        if isinstance(request, ChatCompletionRequest):
+            names["logprobs"] = "top_logprobs"
+        field = names.get(error.field, error.field)
         raise invalid(field, error.problem.replace("max_tokens", max_name)) from None
+
+
+def is_scoring(request: CompletionRequest) -> bool:
+    """True when the prompt is to be judged and nothing written: echo with max_tokens 0."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+def truncate_prompt(
+    ids: list[int], request: SamplingFields, params: SamplingParams, *, max_model_len: int
+) -> list[int]:
+    """Keep the last tokens of a prompt, as many as the client says. -1: what leaves room for the output."""
+    limit = request.truncate_prompt_tokens
+    if limit is None:
+        return ids
+    if limit != -1 and not 1 <= limit <= max_model_len:
+        raise invalid("truncate_prompt_tokens", f"must be -1 or in [1, {max_model_len}]")
+    if limit == -1:
+        limit = max(1, max_model_len - (params.max_tokens or 1))
+    return ids[-limit:]
 
 
 def request_options(request: SamplingFields) -> RequestOptions:
@@ -226,6 +257,29 @@ def _content(message: ChatMessage, place: str) -> str:
                     raise invalid(f"{place}[{index}].text", "must be given")
                 texts.append(part.text)
             return "\n".join(texts)
+
+
+def _larger(first: int, second: int | None) -> int:
+    """The larger of two numbers of log-probabilities, of which -1 means all."""
+    return first if second is None else -1 if -1 in (first, second) else max(first, second)
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    found = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit()) or len(key) > MAX_ID_DIGITS:
+            raise invalid("logit_bias", f"must have token ids as keys, not {key[:32]!r}")
+        found[int(key)] = value
+    _in_vocabulary("logit_bias", list(found), vocab_size)
+    return found
+
+
+def _in_vocabulary(field: str, ids: Sequence[int] | None, vocab_size: int) -> Sequence[int] | None:
+    if ids is not None and any(not 0 <= token_id < vocab_size for token_id in ids):
+        raise invalid(field, f"must be in the vocabulary, [0, {vocab_size - 1}]")
+    return ids
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:

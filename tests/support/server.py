@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.cluster.messages import AdminKind, AdminResult, AdminStatus, FleetUpdate
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.input_processor import DEFAULT_OPTIONS, RequestOptions
+from phalanx.engine.logprobs import Logprob
 from phalanx.engine.messages import EngineStats, FinishReason
 from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
 from phalanx.launch.metrics import ServerMetrics
@@ -37,6 +38,18 @@ class LineRenderer:
     ) -> str:
         lines = [f"{message['role']}:{message['content']}\n" for message in messages]
         return "".join(lines) + ("A:" if add_generation_prompt else "")
+
+
+def letter_logprobs(letter: str, count: int) -> dict[int, Logprob]:
+    """What is said of one letter: it, and the `count` letters after it; the last one could not be."""
+    entries = {}
+    for place in range(count + 1):
+        token_id = (ord(letter) + place) % VOCAB_SIZE
+        value = float("-inf") if place and place == count else -1.0 - place
+        entries[token_id] = Logprob(
+            logprob=value, rank=1 + place, text=chr(token_id), token_bytes=chr(token_id).encode()
+        )
+    return entries
 
 
 @dataclass
@@ -72,6 +85,9 @@ class FakeEngine:
         if not prompt or room < 1:
             raise InvalidRequestError("the prompt is empty or too long", field="prompt")
         max_tokens = room if sampling_params.max_tokens is None else sampling_params.max_tokens
+        for name in ("logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(sampling_params, name) or 0) <= 20:
+                raise InvalidRequestError(f"{name} must be at most 20", field=name)
         if max_tokens > room:
             raise InvalidRequestError(f"max_tokens must be at most {room}", field="max_tokens")
         self.num_running += 1
@@ -98,6 +114,11 @@ class FakeEngine:
                             token_ids=[ord(letter) for letter in piece],
                             finish_reason=reason if is_last else None,
                             index=sample,
+                            logprobs=(
+                                None
+                                if sampling_params.logprobs is None
+                                else [letter_logprobs(letter, sampling_params.logprobs) for letter in piece]
+                            ),
                         )
                         for sample in range(sampling_params.n)
                     ],
@@ -105,6 +126,14 @@ class FakeEngine:
                     num_cached_tokens=1,
                     num_output_tokens=2 * index + len(piece),
                     times=RequestTimes(arrived_at=0.0),
+                    prompt_logprobs=(
+                        None
+                        if sampling_params.prompt_logprobs is None
+                        else [
+                            None,
+                            *(letter_logprobs(chr(i), sampling_params.prompt_logprobs) for i in prompt[1:]),
+                        ]
+                    ),
                 )
         finally:
             self.num_running -= 1

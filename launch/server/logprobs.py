@@ -1,0 +1,129 @@
+"""Log-probabilities in the words of the OpenAI API, for completions and for chats, whole or in pieces.
+
+Called by: answers.py. JSON has no infinity: what could not be is written as -9999.
+"""
+
+from collections.abc import Sequence
+
+from ...engine.logprobs import Logprob, PositionLogprobs
+from .protocol import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from .service import TextCodec
+
+LOWEST = -9999.0
+
+
+def number(entry: Logprob) -> float:
+    """The value as JSON can hold it."""
+    return max(entry.logprob, LOWEST)
+
+
+def name(entry: Logprob) -> str:
+    """The text of a token; its bytes in OpenAI's way where they are a part of a character."""
+    if entry.text or not entry.token_bytes:
+        return entry.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.token_bytes)
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
+    """Tokens of a message, each with the `num_top` likeliest; -1: all."""
+    content = []
+    for position in positions:
+        entries = sorted(position.values(), key=lambda entry: entry.rank)
+        own = next(iter(position.values()))
+        content.append(
+            TokenLogprob(
+                token=name(own),
+                logprob=number(own),
+                bytes=list(own.token_bytes),
+                top_logprobs=[
+                    TopLogprob(token=name(entry), logprob=number(entry), bytes=list(entry.token_bytes))
+                    for entry in entries[: len(entries) if num_top < 0 else num_top]
+                ],
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
+    """Tokens of a prompt, by their ids."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): PromptLogprob(logprob=number(entry), rank=entry.rank, decoded_token=name(entry))
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+class CompletionLogprobsWriter:
+    """The lists of one choice, piece by piece: the offsets run on.
+
+    offset:               characters of the text before the first token that comes
+    skips_special_tokens: they stand in the lists, and have no place in the text
+    """
+
+    def __init__(self, *, offset: int = 0, skips_special_tokens: bool = True) -> None:
+        self._offset = offset
+        self._skips_special_tokens = skips_special_tokens
+
+    def write(self, positions: Sequence[PositionLogprobs]) -> CompletionLogprobs:
+        """Take the next tokens."""
+        tokens, values, tops, offsets = [], [], [], []
+        for position in positions:
+            own = next(iter(position.values()))
+            tokens.append(own.text)
+            values.append(number(own))
+            tops.append(_by_name(position))
+            offsets.append(self._offset)
+            if not (own.is_special and self._skips_special_tokens):
+                self._offset += len(own.text)
+        return CompletionLogprobs(
+            tokens=tokens, token_logprobs=[*values], top_logprobs=[*tops], text_offset=offsets
+        )
+
+    def write_prompt(
+        self, positions: Sequence[PositionLogprobs | None], first_token_id: int, codec: TextCodec
+    ) -> CompletionLogprobs:
+        """Take an echoed prompt. Nothing is known of its first token but its text."""
+        offset = self._offset
+        if not self._skips_special_tokens or codec.decode([first_token_id]):
+            self._offset += len(codec.decode([first_token_id], skip_special_tokens=False))
+        rest = self.write([position for position in positions if position is not None])
+        return CompletionLogprobs(
+            tokens=[codec.decode([first_token_id], skip_special_tokens=False), *rest.tokens],
+            token_logprobs=[None, *rest.token_logprobs],
+            top_logprobs=[None, *rest.top_logprobs],
+            text_offset=[offset, *rest.text_offset],
+        )
+
+    def move_to(self, offset: int) -> None:
+        """Say where the next token begins."""
+        self._offset = offset
+
+
+def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Put the lists of two pieces behind each other."""
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def _by_name(position: PositionLogprobs) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token_id, entry in position.items():
+        key = name(entry)
+        # Two ids may have the same bytes; neither hides the other.
+        found[key if key not in found else f"token_id:{token_id}"] = number(entry)
+    return found
