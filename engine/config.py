@@ -30,6 +30,9 @@ class SchedulerConfig:
     """Where listeners ask for events that they have missed (ZMQ ROUTER), likewise. None: they cannot."""
     grammar_compile_timeout_s: float = 30.0
     """A request whose grammar is not compiled by then is refused; others go on. It takes milliseconds as a rule."""
+    check_worker_rows: bool = False
+    """For debugging: tell the workers with each step what they must hold, and end the replica when they do not. Costs
+    more than the step itself."""
     max_overtakes: int = 64
     """How many requests of a better priority may be admitted before the oldest waiting one. 0: strict order of
     arrival."""

@@ -12,8 +12,8 @@ import msgspec
 
 from ..shm.errors import ConfigError
 from ..workers.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
-from ..workers.gguf_file import is_gguf
 from .config import EngineConfig, SchedulerConfig
+from .model_folder import find_model_folder
 
 SECTIONS = {
     "model": ModelConfig,
@@ -22,7 +22,6 @@ SECTIONS = {
     "executor": ExecutorConfig,
     "scheduler": SchedulerConfig,
 }
-MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
 
 
 def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
@@ -34,7 +33,7 @@ def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
     """
     homes = {field.name: section for section, kind in SECTIONS.items() for field in fields(kind)}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    values["model"]["path"] = str(find_model_folder(model))
+    values["model"]["path"] = str(find_model_folder(str(model)))
     for name, value in overrides.items():
         if name not in homes or name == "path":
             known = ", ".join(sorted(homes.keys() - {"path"}))
@@ -42,23 +41,6 @@ def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
         values[homes[name]][name] = value
     sections = {section: _convert(section, values[section]) for section in SECTIONS}
     return EngineConfig(**sections)
-
-
-def find_model_folder(model: str | Path) -> Path:
-    """Turn a folder, a GGUF file or a hub name into a folder or file; may download. Raises ConfigError ("model")."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() or is_gguf(folder):
-        return folder.resolve()
-    # Imported here: a model that is a local folder, the usual case, does not need it.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=MODEL_FILES))
-    except (OSError, ValueError) as error:  # the library's errors derive from these two
-        problem = str(error).partition("\n")[0]
-        raise ConfigError(
-            "model", f"{str(model)!r} is neither a folder nor to be had from the hub: {problem}"
-        ) from None
 
 
 def _convert(section: str, values: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from .request import Request, RequestStatus
 from .request_book import RequestBook
-from .scheduler_outputs import fill_grammar_masks, make_output, refuse
+from .scheduler_outputs import describe_rows, fill_grammar_masks, make_output, refuse
 from .stats import SchedulerStats
 from .step_plan import StepPlan
 
@@ -194,6 +194,9 @@ class Scheduler:
             new_block_ids=plan.new_block_ids,
             removed_request_ids=self._book.take_removed_request_ids(),
             needs_masks=plan.has_grammar,
+            row_states=(
+                describe_rows(self._book.running, plan, self._kv) if self._config.check_worker_rows else {}
+            ),
         )
 
     def fill_grammar_masks(self) -> GrammarMasks:

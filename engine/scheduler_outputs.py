@@ -1,15 +1,18 @@
-"""What the scheduler says: outputs of requests, and the masks of their grammars. Pure.
+"""What the scheduler says: outputs of requests, the masks of their grammars, and what workers must hold. Pure.
 
 Called by: Scheduler.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..workers.messages import GrammarMasks, ModelRunnerOutput
+from ..workers.messages import GrammarMasks, ModelRunnerOutput, RowState
+from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from .request import Request, RequestStatus, Stop
+from .step_plan import StepPlan
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when the queue is full: about the time of a few hundred decode steps' worth
@@ -65,6 +68,22 @@ def refuse(
         is_invalid=is_invalid and not is_full,
         retry_after_s=RETRY_AFTER_S if is_full else None,
     )
+
+
+def describe_rows(requests: Iterable[Request], plan: StepPlan, kv: KVCacheManager) -> dict[str, RowState]:
+    """Say what the workers must hold of the requests of a step before it."""
+    is_sampling = {request.request_id for request in plan.sampling}
+    return {
+        request.request_id: RowState(
+            # The step's own sample is a placeholder already.
+            num_tokens=request.num_tokens + request.num_placeholders - (request.request_id in is_sampling),
+            num_known=request.num_tokens,
+            known_digest=zlib.crc32(np.array(request.token_ids, dtype="<i4").tobytes()),
+            block_ids=kv.get_block_ids(request.request_id),
+        )
+        for request in requests
+        if request.request_id in plan.num_scheduled_tokens
+    }
 
 
 def fill_grammar_masks(step: int, sampling: Sequence[Request], vocab_size: int) -> GrammarMasks:

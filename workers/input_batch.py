@@ -10,6 +10,7 @@ the replica.
 """
 
 import heapq
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from .config import LogprobsMode
 from .forward_context import StepRows
-from .messages import GrammarMasks, NewRequest, SchedulerOutput
+from .messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from .prompt_logprobs import PromptChunk
 from .sampling_batch import SamplingBatch
 from .sampling_rows import GrammarWords, SamplingRows
@@ -101,6 +102,8 @@ class InputBatch:
             self._add(new)
         for request_id, block_ids in scheduler_output.new_block_ids.items():
             self._extend(request_id, block_ids)
+        for request_id, state in scheduler_output.row_states.items():
+            self._check_row(request_id, state)
         rows = [self._row_of(request_id) for request_id in scheduler_output.num_scheduled_tokens]
         expected = np.array(scheduler_output.num_computed_tokens, dtype=np.int64)
         if len(expected) != len(rows) or (self._num_computed[rows] != expected).any():
@@ -229,6 +232,22 @@ class InputBatch:
             raise RuntimeError(f"request {request_id} with {stop} blocks is longer than a row")
         self._blocks[:, row, start:stop] = added.T
         self._num_blocks[row] = stop
+
+    def _check_row(self, request_id: str, state: RowState) -> None:
+        row = self._row_of(request_id)
+        if self._num_tokens[row] != state.num_tokens:
+            raise RuntimeError(
+                f"request {request_id} has {state.num_tokens} tokens to the scheduler, and {self._num_tokens[row]} here"
+            )
+        known = self._token_ids[row, : state.num_known].astype("<i4")
+        if zlib.crc32(known.tobytes()) != state.known_digest:
+            raise RuntimeError(f"request {request_id} has other tokens to the scheduler than here")
+        expected = np.array(state.block_ids, dtype=np.int32).reshape(-1, self._blocks.shape[0]).T
+        held = self._blocks[:, row, : self._num_blocks[row]]
+        if expected.shape != held.shape or ((expected != held) & (expected != 0)).any():
+            raise RuntimeError(
+                f"request {request_id} has the blocks {expected.tolist()} to the scheduler, and {held.tolist()} here"
+            )
 
     def _row_of(self, request_id: str) -> int:
         row = self._rows.get(request_id)

@@ -54,6 +54,21 @@ class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
     bits: bytes
 
 
+class RowState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must hold of a request before a step, by the scheduler's books. For debugging.
+
+    num_tokens:   known tokens, and those of steps in flight
+    num_known:    tokens from the first on that the scheduler knows
+    known_digest: CRC-32 of these, as little-endian int32
+    block_ids:    see `NewRequest.block_ids`; where it says 0 the worker may hold anything
+    """
+
+    num_tokens: int
+    num_known: int
+    known_digest: int
+    block_ids: list[int]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step computes.
 
@@ -64,6 +79,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_block_ids:        blocks added in this step, for those held requests that grew; in the order of
                           `NewRequest.block_ids`. A block that left a window stays in the worker's table, unread
     removed_request_ids:  rows to drop before anything else: finished, aborted and preempted requests
+    row_states:           of every request of the step, when scheduler.check_worker_rows is on
     needs_masks:          exactly one `GrammarMasks` follows, before any other step; no rank samples until it has them
 
     A request samples one token in this step exactly when its computed and scheduled tokens together reach
@@ -78,6 +94,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     removed_request_ids: list[str]
     new_block_ids: dict[str, list[int]] = {}
     needs_masks: bool = False
+    row_states: dict[str, RowState] = {}
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -206,6 +206,7 @@ def test_any_stream_of_requests_gives_what_each_gives_alone(
         max_num_batched_tokens=chunk,
         long_prefill_share=share,
         max_overtakes=max_overtakes,
+        check_worker_rows=True,
     )
     runner = FakeModelRunner(block_size=block_size, vocab_size=5, windows=windows)
     pipeline = Pipeline(scheduler, runner, depth=depth)

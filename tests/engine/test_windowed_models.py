@@ -49,10 +49,10 @@ def open_core():
     """Open engine cores with the model in this process; close them in the end."""
     cores = []
 
-    def open_one(folder, num_blocks, **scheduler):
+    def open_one(folder, num_blocks):
         model, parallel = ModelConfig(path=str(folder)), ParallelConfig(num_threads=1)
         cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        section = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK, **scheduler)
+        section = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK, check_worker_rows=True)
         executor = UniprocExecutor(
             WorkerConfig(
                 model=model,

@@ -68,7 +68,13 @@ class Run:
         self, model: Path, requests: list[EngineCoreRequest], *, tp: int = 1, **options: object
     ) -> None:
         config = make_engine_config(
-            str(model), tensor_parallel_size=tp, device="cpu", dtype="float32", num_threads=1, **options
+            str(model),
+            tensor_parallel_size=tp,
+            device="cpu",
+            dtype="float32",
+            num_threads=1,
+            check_worker_rows=True,
+            **options,
         )
         executor = create_executor(
             model=config.model,

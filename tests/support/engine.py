@@ -1,5 +1,6 @@
 """Builders for the engine's tests, and a model so simple that its output can be computed by hand."""
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -158,6 +159,13 @@ class FakeModelRunner:
             self.num_computed[new.request_id] = new.num_computed_tokens
         for request_id, block_ids in scheduled.new_block_ids.items():
             self.rows[request_id][1].extend(block_ids)
+        for request_id, state in scheduled.row_states.items():
+            token_ids, block_ids = self.rows[request_id]
+            assert state.num_tokens == len(token_ids)
+            assert state.known_digest == zlib.crc32(np.array(token_ids[: state.num_known], dtype="<i4"))
+            assert len(state.block_ids) == len(block_ids)
+            pairs = zip(state.block_ids, block_ids, strict=True)
+            assert all(expected in (0, held) for expected, held in pairs)
         held = [self.num_computed[request_id] for request_id in scheduled.num_scheduled_tokens]
         assert held == scheduled.num_computed_tokens
         assert {new.request_id for new in scheduled.new_requests} <= scheduled.num_scheduled_tokens.keys()

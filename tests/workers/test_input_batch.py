@@ -1,11 +1,15 @@
 """Rows: what a step is made of, and differences that do not fit."""
 
+import zlib
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from phalanx.workers.input_batch import InputBatch
-from phalanx.workers.messages import GrammarMasks, NewRequest, SchedulerOutput
+from phalanx.workers.messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 
 
@@ -183,3 +187,38 @@ def test_masks_find_their_rows_by_name_and_chunks_have_none() -> None:
     assert rows[1].nonzero().flatten().tolist() == [0, 99]
     with pytest.raises(RuntimeError, match="do not sample"):
         batch.sampling_batch(step, masks(a=[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_tokens": 6}, "has 6 tokens to the scheduler, and 5 here"),
+        ({"known_digest": 1}, "other tokens"),
+        ({"block_ids": [7, 4]}, r"the blocks \[\[7, 4\]\] to the scheduler, and \[\[7, 3\]\] here"),
+        ({"block_ids": [7]}, "the blocks"),
+    ],
+)
+def test_a_row_that_is_not_what_the_scheduler_takes_it_for_is_noticed(
+    change: dict[str, Any], message: str
+) -> None:
+    batch = make_batch()
+    tokens = [10, 11, 12, 13, 14]
+    right = RowState(
+        num_tokens=5,
+        num_known=5,
+        known_digest=zlib.crc32(np.array(tokens, dtype="<i4")),
+        block_ids=[0, 3],
+    )
+    step = SchedulerOutput(
+        step=1,
+        new_requests=[new("a", tokens, [7, 3])],
+        num_scheduled_tokens={"a": 5},
+        num_computed_tokens=[0],
+        removed_request_ids=[],
+        row_states={"a": msgspec.structs.replace(right, **change)},
+    )
+
+    with pytest.raises(RuntimeError, match=message):
+        batch.update(step)
+
+    make_batch().update(msgspec.structs.replace(step, row_states={"a": right}))
