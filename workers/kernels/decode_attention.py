@@ -20,8 +20,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
-COMBINED_ELEMENTS = 2048
-"""Of partial results, added up at once: what 128 threads hold in 16 registers each."""
+COMBINED_ELEMENTS = 8192
+"""Of partial results, added up at once: what 128 threads hold in 64 registers each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,20 @@ class DecodeTuning:
     """How the kernel is laid out on the card. Changes rounding and speed, nothing else.
 
     tile:         tokens of one step of a program
-    num_programs: of the grid; about as many as the card holds at once
+    num_stages:   of the loads, block numbers first: 5 keep two tiles of keys and values under way
+    num_programs: of the grid, two for each multiprocessor of the card; half of them where units are few
     """
 
     tile: int = 64
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 5
     num_programs: int = 264
+
+    def programs_for(self, num_units: int) -> int:
+        """Return the size of the grid for so many pairs of row and KV head."""
+        # Twice the programs cut few units into twice the parts, whose sum takes longer than the reading.
+        half = max(1, self.num_programs // 2)
+        return half if num_units < half else self.num_programs
 
 
 class DecodeScratch:
@@ -95,7 +102,7 @@ def decode_attention(
     head_pad = triton.next_power_of_2(head_size)
     combine_pad = triton.next_power_of_2(group)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _decode_kernel[(tuning.num_programs,)](
+    _decode_kernel[(tuning.programs_for(num_rows * num_kv_heads),)](
         q,
         k_cache,
         v_cache,

@@ -1,0 +1,102 @@
+"""Attention backends over the flash-attention packages, for the rows of prompts; decoding rows use our own kernel.
+
+Called by: see backend.py. Both packages are optional: choose.py asks for them. On an H200 our decode kernel reads 11
+to 20 % more bytes a second than FlashAttention-3's (launch/bench/results); prompts are what their kernels are for.
+"""
+
+from typing import Any
+
+import torch
+
+from .backend import AttentionShape
+from .triton_backend import TritonAttention
+
+_NO_WINDOW = (-1, -1)
+MAX_HEAD_SIZE = 256
+FLASH_ATTENTION_2_BLOCK = 256
+"""FlashAttention-2 takes blocks of a multiple of so many tokens."""
+
+
+class FlashAttention3(TritonAttention):
+    """FlashAttention-3, module `flash_attn_interface`: for Hopper, 16-bit numbers. package: that module."""
+
+    name = "flash-attention-3"
+
+    def __init__(self, shape: AttentionShape, package: Any) -> None:
+        super().__init__(shape)
+        self._attend = package.flash_attn_with_kvcache
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        max_query_len: int,
+        max_kv_len: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        result = self._attend(
+            q,
+            k_cache,
+            v_cache,
+            page_table=block_tables,
+            cache_seqlens=kv_lens,
+            cu_seqlens_q=query_starts,
+            max_seqlen_q=max_query_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+        )
+        out.copy_(result)
+
+
+class FlashAttention2(TritonAttention):
+    """FlashAttention-2, package `flash_attn`: 16-bit numbers. Tested against its signature only, not on a card."""
+
+    name = "flash-attention-2"
+
+    def __init__(self, shape: AttentionShape, package: Any) -> None:
+        super().__init__(shape)
+        self._attend = package.flash_attn_varlen_func
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        max_query_len: int,
+        max_kv_len: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        key_starts = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        result = self._attend(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=query_starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_kv_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+            block_table=block_tables,
+        )
+        out.copy_(result)
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Keys to the left of a query's own, and to its right."""
+    return _NO_WINDOW if window is None else (window - 1, 0)

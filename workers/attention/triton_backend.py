@@ -1,0 +1,80 @@
+"""The "triton" attention backend: our own kernels for both kinds of rows. Called by: see backend.py."""
+
+import torch
+
+from ..kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
+from ..kernels.prefill_attention import prefill_attention
+from .backend import AttentionBackend, AttentionShape
+
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+class TritonAttention(AttentionBackend):
+    """Any head size, number of heads and block size; float32, float16 and bfloat16."""
+
+    name = "triton"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        num_programs = DecodeTuning().num_programs
+        if shape.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(shape.device)
+            num_programs = _PROGRAMS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        self._scratch = DecodeScratch(
+            max_rows=shape.max_rows,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            tuning=_tuning(shape, num_programs),
+            device=shape.device,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_lens: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        decode_attention(
+            q, k_cache, v_cache, block_tables, kv_lens, self._scratch, scale=scale, window=window, out=out
+        )
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        max_query_len: int,
+        max_kv_len: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            kv_lens,
+            query_starts,
+            max_query_len=max_query_len,
+            scale=scale,
+            window=window,
+            out=out,
+        )
+
+
+def _tuning(shape: AttentionShape, num_programs: int) -> DecodeTuning:
+    """Wide numbers and large heads take the shared memory of several tiles; a smaller tile keeps two programs."""
+    bytes_per_token = 2 * shape.head_size * shape.dtype.itemsize
+    tile = 64 if bytes_per_token <= 512 else 32 if bytes_per_token <= 1024 else 16
+    return DecodeTuning(tile=tile, num_programs=num_programs)

@@ -1,0 +1,59 @@
+"""Fused operations of a layer: Triton's kernels on a GPU, the references in plain torch elsewhere.
+
+Called by: layers/, on the worker's main thread. The choice is made by the device of the tensors; a process without a
+GPU never imports Triton.
+"""
+
+from importlib.util import find_spec
+
+import torch
+
+from . import embedding
+from .gelu_and_mul import gelu_and_mul
+from .rms_norm import offset_rms_norm, rms_norm
+from .silu_and_mul import silu_and_mul
+
+HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
+if HAS_TRITON:
+    from . import triton_activation, triton_embedding, triton_norm
+
+
+def is_fused(x: torch.Tensor) -> bool:
+    """Say whether Triton's kernels take this tensor."""
+    return HAS_TRITON and x.is_cuda
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    *,
+    is_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normalised sum of `x` and `residual`, and the sum (`x` itself without a residual).
+
+    x, residual: [num_tokens, size]; weight: [size]; is_offset: scale by 1 + weight, see `offset_rms_norm`
+    """
+    if is_fused(x):
+        return triton_norm.add_rms_norm(x, residual, weight, epsilon, is_offset=is_offset)
+    total = x if residual is None else x + residual
+    norm = offset_rms_norm if is_offset else rms_norm
+    return norm(total, weight, epsilon), total
+
+
+def gated_silu(x: torch.Tensor) -> torch.Tensor:
+    """See `silu_and_mul`."""
+    return triton_activation.gated_activation(x, is_gelu=False) if is_fused(x) else silu_and_mul(x)
+
+
+def gated_gelu(x: torch.Tensor) -> torch.Tensor:
+    """See `gelu_and_mul`."""
+    return triton_activation.gated_activation(x, is_gelu=True) if is_fused(x) else gelu_and_mul(x)
+
+
+def embed_own_rows(token_ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+    """See `kernels.embedding.embed_own_rows`."""
+    if is_fused(weight):
+        return triton_embedding.embed_own_rows(token_ids, weight, first_row)
+    return embedding.embed_own_rows(token_ids, weight, first_row)

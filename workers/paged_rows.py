@@ -1,0 +1,32 @@
+"""PagedRows: the rows of one step as paged attention kernels on a GPU take them.
+
+Called by: the model runner makes it, on the device and without waiting for it; attention backends read it. Rows with
+one new token, decoding ones, stand first, so that a backend may compute them and the others in two calls.
+
+    rows      0 .. num_decode_rows        one new token each, or padding of a CUDA graph
+              num_decode_rows .. num_rows prompts and parts of them
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """One step.
+
+    query_starts:  [num_rows + 1] int32, where each row's new tokens begin among the step's
+    kv_lens:       [num_rows] int32, tokens of each row after this step; 0: the row is padding, of which nothing is read
+    block_tables:  of each KV cache group, [num_rows, max_blocks] int32; entries beyond a row's blocks, or before its
+                   window, are not read
+    max_query_len, max_kv_len: of the rows, known on the host; in a CUDA graph max_kv_len is what any row may reach
+    """
+
+    num_rows: int
+    num_decode_rows: int
+    query_starts: torch.Tensor
+    kv_lens: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    max_query_len: int
+    max_kv_len: int
