@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .paged_rows import PagedRows
+
 LONG_QUERY = 32
 """From here on a row is computed alone: its matrix products are large enough, and nothing is padded."""
 MAX_GATHERED_SLOTS = 1 << 17
@@ -63,12 +65,15 @@ class ForwardContext:
 
     windows:       tokens that a query sees at most, itself among them; None: all
     slot_mappings: [num_tokens] int64, the flat cache position of each new token
-    groups:        rows of alike lengths, covering every token of the step exactly once
+                   negative in padding, which is not stored; there is some in CUDA graphs only
+    groups:        rows of alike lengths, covering every token of the step exactly once; empty when there are `rows`
+    rows:          the same for attention kernels that read block tables
     """
 
     windows: Sequence[int | None]
     slot_mappings: Sequence[torch.Tensor]
-    groups: Sequence[Sequence[AttentionGroup]]
+    groups: Sequence[Sequence[AttentionGroup]] = ()
+    rows: PagedRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from .silu_and_mul import silu_and_mul
 
 HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
 if HAS_TRITON:
-    from . import triton_activation, triton_embedding, triton_norm
+    from . import triton_activation, triton_embedding, triton_norm, triton_rotary
 
 
 def is_fused(x: torch.Tensor) -> bool:
@@ -57,3 +57,33 @@ def embed_own_rows(token_ids: torch.Tensor, weight: torch.Tensor, first_row: int
     if is_fused(weight):
         return triton_embedding.embed_own_rows(token_ids, weight, first_row)
     return embedding.embed_own_rows(token_ids, weight, first_row)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    num_heads: int,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    epsilon: float,
+    is_offset: bool,
+) -> torch.Tensor:
+    """See `triton_rotary.rotate_and_store`; only where `is_fused` says so."""
+    return triton_rotary.rotate_and_store(
+        qkv,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_heads=num_heads,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        epsilon=epsilon,
+        is_offset=is_offset,
+    )

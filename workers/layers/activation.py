@@ -5,13 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..kernels.gelu_and_mul import gelu_and_mul
-from ..kernels.silu_and_mul import silu_and_mul
+from ..kernels.ops import gated_gelu, gated_silu
 from ..transformer_config import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: silu_and_mul,
-    Activation.GELU_TANH: gelu_and_mul,
+    Activation.SILU: gated_silu,
+    Activation.GELU_TANH: gated_gelu,
 }
 
 

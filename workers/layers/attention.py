@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..attention.backend import AttentionBackend
 from ..forward_context import ForwardContext
 from ..kernels.kv_cache import write_kv
 from ..kernels.paged_attention import paged_attention
 
 ATTENTION_BACKEND = "torch"
+IS_PAGED = False
+"""True when the backend reads block tables on the device (`ForwardContext.rows`), and so may stand in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class LayerKVCache:
 class PagedAttention(nn.Module):
     """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q.
 
-    scale: of the products of queries and keys; None: the inverse square root of the head size
+    scale:   of the products of queries and keys; None: the inverse square root of the head size
+    backend: what reads block tables on the device; None: plain torch, over groups of rows
 
     Which tokens a query sees is a matter of the layer's KV cache group.
     """
@@ -40,6 +44,7 @@ class PagedAttention(nn.Module):
     def __init__(self, head_size: int, *, scale: float | None = None) -> None:
         super().__init__()
         self.scale = head_size**-0.5 if scale is None else scale
+        self.backend: AttentionBackend | None = None
 
     def forward(
         self,
@@ -50,4 +55,18 @@ class PagedAttention(nn.Module):
         context: ForwardContext,
     ) -> torch.Tensor:
         write_kv(k, v, kv_cache.k, kv_cache.v, context.slot_mappings[kv_cache.group])
+        return self.attend(q, kv_cache, context)
+
+    def attend(self, q: torch.Tensor, kv_cache: LayerKVCache, context: ForwardContext) -> torch.Tensor:
+        """As `forward`, when the new keys and values are in the cache already."""
+        if self.backend is not None and context.rows is not None:
+            return self.backend.attend(
+                q,
+                kv_cache.k,
+                kv_cache.v,
+                context.rows,
+                kv_cache.group,
+                scale=self.scale,
+                window=context.windows[kv_cache.group],
+            )
         return paged_attention(q, kv_cache.k, kv_cache.v, context.groups[kv_cache.group], scale=self.scale)

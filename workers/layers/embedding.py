@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.linear import linear, pack_weight
+from ..kernels.ops import embed_own_rows
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
 from .shard import TensorShard, split_tensor
@@ -35,14 +36,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
-        if self.span.size == 0:
-            hidden = self.weight.new_zeros((token_ids.shape[0], self.weight.shape[1]))
-        else:
-            local = token_ids - self.span.start
-            is_foreign = (local < 0) | (local >= self.span.size)
-            hidden = F.embedding(local.masked_fill(is_foreign, 0), self.weight)
-            hidden = hidden.masked_fill(is_foreign.unsqueeze(-1), 0)
-        return self.group.all_reduce(hidden)
+        return self.group.all_reduce(embed_own_rows(token_ids, self.weight, self.span.start))
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield split_tensor(f"{name}.weight", self.weight, dim=0, span=self.span, full_size=self.vocab_size)

@@ -1,16 +1,21 @@
 """RMSNorm with the residual that runs beside it. Called by: the models. The same on every rank."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from ..kernels.ops import add_rms_norm
 from ..kernels.rms_norm import offset_rms_norm, rms_norm
 from .shard import TensorShard, whole_tensor
 
 
 class RMSNorm(nn.Module):
     """Normalise the last dimension, of `size`."""
+
+    is_offset: ClassVar[bool] = False
+    """Scales by one plus the weight."""
 
     def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -21,13 +26,12 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `residual` to `x`, and return the normalised sum and the sum."""
-        if residual is not None:
-            x = x + residual
-        return self.normalize(x), x
+        return add_rms_norm(x, residual, self.weight, self.epsilon, is_offset=self.is_offset)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> the same."""
-        return rms_norm(x, self.weight, self.epsilon)
+        norm = offset_rms_norm if self.is_offset else rms_norm
+        return norm(x, self.weight, self.epsilon)
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield whole_tensor(f"{name}.weight", self.weight)
@@ -36,5 +40,4 @@ class RMSNorm(nn.Module):
 class OffsetRMSNorm(RMSNorm):
     """Scales by one plus the weight, as Gemma does."""
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return offset_rms_norm(x, self.weight, self.epsilon)
+    is_offset = True

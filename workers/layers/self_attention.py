@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..forward_context import ForwardContext
+from ..kernels.ops import is_fused, rotate_and_store
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
 from ..transformer_config import TransformerConfig
@@ -77,19 +78,51 @@ class SelfAttention(nn.Module):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> torch.Tensor:
-        # [num_tokens, heads, head_size]: queries and keys, values
-        qk, v = (
-            self.qkv_proj(x)
-            .unflatten(-1, (-1, self.head_size))
-            .split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        # [num_tokens, heads, head_size]
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))
+        if is_fused(qkv):
+            output = self._attend_fused(qkv, angles, kv_cache, context)
+        else:
+            output = self._attend_plain(qkv, angles, kv_cache, context)
+        return self.o_proj(output.flatten(1))
+
+    def _attend_fused(
+        self,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: LayerKVCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """One kernel makes the queries and stores keys and values."""
+        q = rotate_and_store(
+            qkv,
+            *angles,
+            kv_cache.k,
+            kv_cache.v,
+            context.slot_mappings[kv_cache.group],
+            num_heads=self.num_heads,
+            q_weight=self.q_norm.weight if self.q_norm is not None else None,
+            k_weight=self.k_norm.weight if self.k_norm is not None else None,
+            epsilon=self.q_norm.epsilon if self.q_norm is not None else 0.0,
+            is_offset=self.q_norm is not None and self.q_norm.is_offset,
         )
+        return self.attention.attend(q, kv_cache, context)
+
+    def _attend_plain(
+        self,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: LayerKVCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is None or self.k_norm is None:
             q, k = self._split(rotate(qk, *angles))
         else:
             q, k = self._split(qk)
             q, k = rotate(self.q_norm.normalize(q), *angles), rotate(self.k_norm.normalize(k), *angles)
-        output = self.attention(q, k, v, kv_cache, context)
-        return self.o_proj(output.flatten(1))
+        output: torch.Tensor = self.attention(q, k, v, kv_cache, context)
+        return output
 
     def _split(self, qk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)

@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..attention.backend import AttentionBackend
 from ..forward_context import ForwardContext
-from ..layers.attention import LayerKVCache
+from ..layers.attention import LayerKVCache, PagedAttention
 from ..layers.decoder_layer import DecoderLayer
 from ..layers.embedding import ParallelHead, VocabParallelEmbedding
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -115,6 +116,12 @@ class CausalLM(nn.Module, ABC):
         """Compute what is neither weight nor cache."""
         for rotary in self.rotaries:
             rotary.place(device)
+
+    def use_attention(self, backend: AttentionBackend | None) -> None:
+        """Let all layers attend by `backend`; None: plain torch."""
+        for module in self.modules():
+            if isinstance(module, PagedAttention):
+                module.backend = backend
 
     def pack_weights(self) -> int:
         """Store the loaded weights as the device likes them; return the bytes that this takes in addition."""
