@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from ..shm.errors import ConfigError
 
+MIN_HANG_TIMEOUT_S = 5.0
+"""An engine core at rest says every other second that it lives."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -52,7 +55,6 @@ class ClusterConfig:
             "stop_timeout_s",
             "restart_window_s",
             "restart_backoff_s",
-            "hang_timeout_s",
             "admin_timeout_s",
         ):
             if not getattr(self, name) > 0:
@@ -60,5 +62,7 @@ class ClusterConfig:
         for name in ("drain_timeout_s", "replay_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"cluster.{name}", "must not be negative")
+        if self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
+            raise ConfigError("cluster.hang_timeout_s", f"must be at least {MIN_HANG_TIMEOUT_S:g}")
         if self.max_restart_backoff_s < self.restart_backoff_s:
             raise ConfigError("cluster.max_restart_backoff_s", "must be at least cluster.restart_backoff_s")

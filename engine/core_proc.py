@@ -25,9 +25,10 @@ from ..shm.errors import ProcessError
 from ..shm.exit_codes import ExitCode
 from ..shm.status_board import Phase, StatusBoard, StatusSlot
 from ..workers.executor import Executor, create_executor
+from .control_calls import carry_out
 from .core import EngineCore, OutputsByClient
 from .core_args import EngineCoreArgs, EngineCoreReady
-from .core_control import CoreControl, CoreControlDone, carry_out
+from .core_control import CoreControl, CoreControlDone
 from .core_io import (
     ClientLost,
     ClientOutputs,

@@ -272,3 +272,24 @@ def test_every_token_arrives_exactly_once_whatever_is_lost(seed: int) -> None:
     for name, count in length.items():
         assert received[name] == list(range(len(received[name])))
         assert name not in finished or received[name] == list(range(count))
+
+
+def test_requests_that_are_moved_away_are_suspected_of_nothing(log: ReplayLog) -> None:
+    log.admit(make_request("a"), 0)
+    log.admit(make_request("b", (4, 5)), 0)
+    log.admit(make_request("c", (6,)), 1)
+    log.accept([tokens("a", 5)])
+
+    for attempt in (1, 2, 3):
+        assert log.move_away(0, now=1.0) == ["a", "b"]
+        log.check_invariants()
+        again = {request.request_id: request for request in log.replayable()}
+        assert {name: request.attempt for name, request in again.items()} == {"a": attempt, "b": attempt}
+        assert again["a"].output_token_ids == [5]
+        for name in again:
+            log.replayed(name, 0)
+
+    # What the old place still says is no news, and no request ends by it.
+    assert log.accept([tokens("a", 6, attempt=2, last=True)]) == []
+    assert log.num_unfinished(0) == 2
+    assert not log.is_blamed(make_request("b", (4, 5)))

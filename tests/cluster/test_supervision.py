@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from phalanx.cluster.supervision import Supervision
 from phalanx.cluster.supervision_events import (
+    AddReplica,
     Announce,
     ChildExited,
     ChildKind,
@@ -15,8 +16,12 @@ from phalanx.cluster.supervision_events import (
     Instruction,
     Kill,
     PublishFleet,
+    Recycle,
+    RemoveReplica,
+    ReplicaMode,
     Report,
     RestartPolicy,
+    SetMode,
     Start,
     StopRequested,
     Terminate,
@@ -233,7 +238,65 @@ def test_losing_the_last_replica_while_draining_is_a_failure() -> None:
     assert supervision.exit_code is ExitCode.FAILED
 
 
+def test_a_recycled_replica_leaves_in_order_and_comes_back_without_a_death() -> None:
+    supervision = serving()
+
+    assert supervision.handle(Recycle(role="dp0", at=10.0)) == [PublishFleet(), Terminate(roles=("dp0",))]
+    assert supervision.child_state("dp0") is ChildState.LEAVING
+    assert supervision.deadline == 15.0
+    assert supervision.handle(exited("dp0", at=11.0)) == [Start(role="dp0", epoch=1), PublishFleet()]
+    assert supervision.num_failures("dp0") == 0
+
+
+def test_a_recycled_replica_that_does_not_leave_is_killed() -> None:
+    supervision = serving()
+    supervision.handle(Recycle(role="dp0", at=10.0))
+
+    assert supervision.handle(Tick(at=15.0)) == [Kill(roles=("dp0",))]
+    assert supervision.handle(exited("dp0", exitcode=-9, at=15.1))[0] == Start(role="dp0", epoch=1)
+
+
+def test_a_mode_outlives_a_death() -> None:
+    supervision = serving()
+    supervision.handle(SetMode(role="dp1", mode=ReplicaMode.DRAINED))
+    supervision.handle(exited("dp1", exitcode=-9, at=50.0))
+    supervision.handle(Tick(at=51.0))
+    supervision.handle(ChildReady(role="dp1"))
+
+    assert supervision.mode("dp1") is ReplicaMode.DRAINED
+    assert supervision.num_failures("dp1") == 1
+    assert supervision.last_problem("dp1") == "dp1 is gone"
+
+
+def test_a_replica_is_added_and_removed() -> None:
+    supervision = serving()
+
+    assert supervision.handle(AddReplica(role="dp2", at=10.0)) == [Start(role="dp2", epoch=0), PublishFleet()]
+    supervision.handle(ChildReady(role="dp2"))
+    assert supervision.handle(RemoveReplica(role="dp2", at=20.0)) == [
+        PublishFleet(),
+        Terminate(roles=("dp2",)),
+    ]
+    assert supervision.handle(exited("dp2", at=21.0)) == [PublishFleet()]
+    assert "dp2" not in supervision.roles
+    assert supervision.handle(AddReplica(role="dp2", at=30.0))[0] == Start(role="dp2", epoch=1)
+
+
+def test_a_stop_while_replicas_leave_ends_as_ever() -> None:
+    supervision = serving()
+    supervision.handle(Recycle(role="dp0", at=10.0))
+    supervision.handle(StopRequested(at=11.0))
+    supervision.handle(exited("dp0", at=11.5))
+
+    assert supervision.state is ClusterState.DRAINING
+    assert supervision.handle(exited("api0", at=12.0)) == [
+        PublishFleet(),
+        Terminate(roles=("coordinator", "dp1")),
+    ]
+
+
 EVENTS = st.one_of(
+    st.sampled_from(["dp0", "dp1"]).map(lambda role: ("recycle", role)),
     st.sampled_from(list(CHILDREN)).map(lambda role: ("ready", role)),
     st.sampled_from(list(CHILDREN)).map(lambda role: ("exit", role)),
     st.just(("stop", "")),
@@ -257,6 +320,8 @@ def test_whatever_happens_it_ends_and_never_names_a_dead_child(events: list[tupl
             case "exit" if role in alive:
                 alive.remove(role)
                 instructions = supervision.handle(exited(role, exitcode=-9, at=now))
+            case "recycle":
+                instructions = supervision.handle(Recycle(role=role, at=now))
             case "stop":
                 instructions = supervision.handle(StopRequested(at=now))
             case _:

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
+from phalanx.engine.control_calls import carry_out
 from phalanx.engine.core import EngineCore
-from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, carry_out
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
 from phalanx.engine.grammar.backend import GrammarError
 from phalanx.engine.messages import FinishReason
 from phalanx.shm.errors import ProcessDiedError, ProcessError

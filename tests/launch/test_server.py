@@ -575,7 +575,13 @@ def test_without_a_replica_requests_are_503_and_may_come_back() -> None:
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     assert get("/health", service).status_code == 200
-    assert get("/ready", service).json() == {"status": "starting", "replicas_ready": 0, "replicas": 1}
+    assert get("/ready", service).json() == {
+        "status": "starting",
+        "replicas_ready": 0,
+        "replicas": 1,
+        "min_ready_replicas": 1,
+        "given_up": [],
+    }
     assert get("/ready", service).status_code == 503
 
 
