@@ -6,6 +6,7 @@ import re
 import threading
 from queue import SimpleQueue
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,6 +99,62 @@ def test_json_fits_its_schema_and_json_object_is_an_object(compiler, tokenizer):
     matcher = start(compiler, tokenizer, json_object=True)
     first = {tokenizer.decode([token_id])[0] for token_id in allowed(matcher, tokenizer.vocab_size)}
     assert first == {"{"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "integer"}, {"minimum": 5, "maximum": 30}]},
+        {"allOf": [{"type": "object", "required": ["a"]}, {"properties": {"a": {"type": "integer"}}}]},
+        {"type": "integer", "if": {"minimum": 5}, "then": {"multipleOf": 5}},
+        {"not": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "minItems": 2},
+        {"type": "array", "items": {"enum": [1, "x", None]}, "minItems": 1, "maxItems": 3},
+        {"type": "string", "format": "ipv4"},
+        {"type": "string", "format": "date"},
+        {"type": "string", "minLength": 2, "maxLength": 4},
+        {"type": "string", "pattern": "^[a-c]+$"},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5},
+        {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
+        {"anyOf": [{"const": "a"}, {"const": {"b": [1]}}]},
+        {
+            "type": "object",
+            "properties": {
+                "a": {"$ref": "#/$defs/d"},
+                "b": {"type": "array", "items": {"$ref": "#/$defs/d"}},
+            },
+            "required": ["a"],
+            "additionalProperties": False,
+            "$defs": {"d": {"enum": ["x", "y"]}},
+        },
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_is_kept_to_or_refused_never_kept_to_in_part(compiler, tokenizer, schema):
+    """Random walks over what the masks allow: none may lead to a value that the schema does not allow."""
+    spec = {"json": json.dumps(schema)}
+    try:
+        check_spec(StructuredOutputs(**spec))
+    except GrammarError:
+        return
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    texts = [walk(start(compiler, tokenizer, **spec), tokenizer, random.Random(seed)) for seed in range(40)]
+    for text in filter(None, texts):
+        validator.validate(json.loads(text))
+    assert any(texts)
+
+
+def test_after_its_end_a_grammar_allows_ends_and_nothing_else(compiler, tokenizer):
+    matcher = start(compiler, tokenizer, choice=("ab",))
+    a, b = tokenizer.encode("ab", add_special_tokens=False)
+
+    # The end in the midst of what is tried: what follows it does not count, and changes nothing.
+    assert matcher.probe([a, b, tokenizer.eos_token_id, a]) == 3
+    assert not matcher.accept([a, b, tokenizer.eos_token_id, a])
+    assert matcher.accept([a, b, tokenizer.eos_token_id])
+
+    assert matcher.is_finished
+    assert allowed(matcher, tokenizer.vocab_size) == [tokenizer.eos_token_id]
 
 
 def test_an_end_token_whose_text_fits_into_a_string_is_held_back_until_the_grammar_is_complete(

@@ -138,6 +138,29 @@ def test_blocks_of_a_request_that_ended_are_given_to_others_while_its_last_step_
     assert tokens == {"a": first[:1], "b": simulate(requests[1])}
 
 
+def test_a_reset_with_a_step_in_flight_leaves_nothing_that_can_be_hit():
+    """What the step writes late belongs to nobody, and a prompt that would have hit it is computed."""
+    scheduler, kv = make_scheduler(block_size=4)
+    prompt = list(range(13))
+    pipeline = Pipeline(scheduler, FakeModelRunner(), depth=2)
+    scheduler.add_request(make_request("a", prompt_token_ids=prompt, max_tokens=9))
+    pipeline.submit()
+
+    assert not scheduler.reset_prefix_cache()
+    scheduler.abort_requests(["a"])
+    assert scheduler.reset_prefix_cache()
+    again = make_request("b", prompt_token_ids=prompt, max_tokens=5)
+    scheduler.add_request(again)
+    outputs = [*pipeline.take(), *pipeline.take()]
+    while scheduler.num_unfinished_requests:
+        pipeline.submit()
+        outputs += pipeline.take()
+
+    assert collect_tokens(outputs) == {"b": simulate(again)}
+    assert outputs[0].num_cached_tokens == 0
+    assert kv.usage == 0.0
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_full_blocks_of_an_output_are_published_when_it_ends(depth):
     scheduler, _ = make_scheduler(block_size=4)

@@ -3,18 +3,14 @@
 The reference is transformers, on the same random weights.
 """
 
-import itertools
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from transformers.utils import logging
 
-from phalanx.engine.config import EngineConfig, SchedulerConfig
-from phalanx.engine.core import EngineCore
-from phalanx.workers.config import CacheConfig, ModelConfig, ParallelConfig
-from phalanx.workers.uniproc_executor import UniprocExecutor
-from phalanx.workers.worker_config import WorkerConfig
 from support.engine import collect_tokens, make_request
+from support.open_core import open_core, run_core
 from support.random_models import reference_model, reference_tokens, write_random_model
 
 PROMPT = [(7 * index * index + 3 * index) % 320 + 3 for index in range(150)]
@@ -45,55 +41,27 @@ def no_progress_bars():
 
 
 @pytest.fixture
-def open_core():
-    """Open engine cores with the model in this process; close them in the end."""
-    cores = []
-
-    def open_one(folder, num_blocks):
-        model, parallel = ModelConfig(path=str(folder)), ParallelConfig(num_threads=1)
-        cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        section = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK, check_worker_rows=True)
-        executor = UniprocExecutor(
-            WorkerConfig(
-                model=model,
-                cache=cache,
-                parallel=parallel,
-                max_num_seqs=section.max_num_seqs,
-                max_num_batched_tokens=section.max_num_batched_tokens,
-                tp_rank=0,
-                device_index=0,
-                rendezvous=None,
-            )
+def open_one(tmp_path):
+    """Open engine cores with the model in `tmp_path`; they are closed in the end."""
+    with ExitStack() as cores:
+        yield lambda num_blocks: cores.enter_context(
+            open_core(tmp_path, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=CHUNK)
         )
-        config = EngineConfig(model=model, cache=cache, parallel=parallel, scheduler=section)
-        cores.append(EngineCore(config, executor, executor.start()))
-        return cores[-1]
-
-    yield open_one
-    for core in cores:
-        core.close(reason="test")
 
 
 def run(core, *requests):
     """Run requests to their end: tokens of each, cached tokens of each, and the most blocks in use."""
-    for request in requests:
-        core.add_request(request)
-    outputs, peak = [], 0
-    while core.has_work:
-        outputs += itertools.chain.from_iterable(core.step().values())
-        stats = core.stats()
-        peak = max(peak, stats.num_blocks - stats.num_free_blocks)
-    assert not [output.error for output in outputs if output.error]
+    outputs, most_blocks = run_core(core, *requests)
     cached = {output.request_id: output.num_cached_tokens for output in reversed(outputs)}
-    return collect_tokens(outputs), cached, peak
+    return collect_tokens(outputs), cached, most_blocks
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_long_requests_are_exact_in_a_cache_that_holds_their_windows(tmp_path, open_core, name):
+def test_long_requests_are_exact_in_a_cache_that_holds_their_windows(tmp_path, open_one, name):
     model_type, fields = MODELS[name]
     reference = reference_model(write_random_model(tmp_path, model_type, **fields))
     expected = reference_tokens(reference, PROMPT, 40)
-    core = open_core(tmp_path, 400)
+    core = open_one(400)
     windows = core.report.kv_windows
     # Before a chunk, in it, and two columns that are used in part.
     in_window = {
@@ -109,18 +77,18 @@ def test_long_requests_are_exact_in_a_cache_that_holds_their_windows(tmp_path, o
     assert core.stats().kv_usage == 0.0
 
     # The same with not one block to spare: what leaves a window is given out again within the request.
-    tight = open_core(tmp_path, 1 + bound)
+    tight = open_one(1 + bound)
     tokens, _, _ = run(tight, make_request("a", prompt_token_ids=PROMPT, max_tokens=40, temperature=0.0))
     assert tokens["a"] == expected
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_hit_is_exact_also_when_the_blocks_before_the_window_are_gone(tmp_path, open_core, name):
+def test_a_hit_is_exact_also_when_the_blocks_before_the_window_are_gone(tmp_path, open_one, name):
     model_type, fields = MODELS[name]
     reference = reference_model(write_random_model(tmp_path, model_type, **fields))
     longer = [*PROMPT, *range(5, 25)]
     other = [token_id + 1 for token_id in PROMPT[:60]]
-    core = open_core(tmp_path, 300)
+    core = open_one(300)
     greedy = {"max_tokens": 6, "temperature": 0.0}
 
     run(core, make_request("first", prompt_token_ids=PROMPT, **greedy))
@@ -142,12 +110,12 @@ def test_a_hit_is_exact_also_when_the_blocks_before_the_window_are_gone(tmp_path
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("mistral", 20), ("gemma3", 100), ("qwen2", 30)])
 def test_preemption_in_a_cache_that_is_too_small_for_all_changes_no_token(
-    tmp_path, open_core, name, num_blocks
+    tmp_path, open_one, name, num_blocks
 ):
     model_type, fields = MODELS[name]
     reference = reference_model(write_random_model(tmp_path, model_type, **fields))
     prompts = {f"r{index}": PROMPT[index * 9 : index * 9 + 10] for index in range(4)}
-    core = open_core(tmp_path, 1 + num_blocks)
+    core = open_one(1 + num_blocks)
     requests = [
         make_request(request_id, prompt_token_ids=prompt, max_tokens=40, temperature=0.0)
         for request_id, prompt in prompts.items()
