@@ -6,28 +6,23 @@ the same order; a rank that leaves one out hangs its peers until the group's tim
 Every implementation gives all ranks the same bits: each element of a sum is reduced in one place, in one order, and
 then copied. The ranks sample for themselves, so a difference in one bit could split them.
 
-Which implementation, is chosen once, at the start: shared memory for CPU ranks (shm_group.py), NCCL for a GPU each,
-gloo where the ranks were given no shared memory, or share a GPU.
+Which implementation, is chosen once, at the start: shared memory for CPU ranks (shm_group.py), NCCL for a GPU each
+(nccl_group.py), gloo where the ranks were given no shared memory, or share a GPU (process_group.py).
 
 When a peer dies: shared memory raises a CollectiveError within a second, gloo a RuntimeError at once (its socket
 closes), NCCL waits; the executor sees the death first, and ends the replica.
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from ..shm.errors import ConfigError
+from .nccl_group import connect_nccl
+from .process_group import GROUP_TIMEOUT, connect_gloo
 from .shm_group import connect_shm
-
-GROUP_TIMEOUT = timedelta(minutes=10)
-"""Longer than any step's deadline: the executor's own clock decides, this one only ends what nobody watches."""
-LOOPBACK = "lo"
-"""The ranks of a replica live on one host."""
 
 
 class TensorParallelGroup(Protocol):
@@ -103,74 +98,6 @@ class SingleRankGroup:
         return
 
 
-class ProcessGroupBackedGroup:
-    """Collectives through a torch process group of our own; nothing is registered globally.
-
-    through_host: tensors are copied to the host for the exchange. For ranks that share one GPU, which NCCL refuses.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, name: str, through_host: bool = False) -> None:
-        self.name = name
-        self._group: dist.ProcessGroup | None = group
-        self._rank = group.rank()
-        self._size = group.size()
-        self._through_host = through_host
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        staged = self._stage(x)
-        self._live().allreduce([staged]).wait()
-        return self._unstage(staged, x)
-
-    def all_gather_last_dim(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        largest = max(sizes)
-        staged = self._stage(F.pad(x, (0, largest - x.shape[-1])))
-        # [size, rows, largest]
-        parts = staged.new_empty((self._size, *staged.shape))
-        self._live().allgather([list(parts.unbind(0))], [staged]).wait()
-        parts = parts.to(x.device)
-        return torch.cat(
-            [part[..., :size] for part, size in zip(parts.unbind(0), sizes, strict=True)], dim=-1
-        )
-
-    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        # The parts may be uneven, which the process groups' own reduce-scatter is not made for.
-        return self.all_reduce(x.clone()).split(list(sizes))[self._rank]
-
-    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        staged = self._stage(x)
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        self._live().broadcast([staged], options).wait()
-        return self._unstage(staged, x)
-
-    def barrier(self) -> None:
-        self._live().barrier().wait()
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            # A peer may be gone: an orderly shutdown could wait for it for ever.
-            group.abort()
-
-    def _live(self) -> dist.ProcessGroup:
-        assert self._group is not None, "the group was closed"
-        return self._group
-
-    def _stage(self, x: torch.Tensor) -> torch.Tensor:
-        return x.cpu() if self._through_host else x
-
-    def _unstage(self, staged: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(staged) if self._through_host else staged
-
-
 def connect_group(
     *,
     rank: int,
@@ -197,25 +124,9 @@ def connect_group(
         )
     store = dist.PrefixStore("tp", dist.FileStore(rendezvous, size))
     if device.type == "cuda" and not share_device:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = GROUP_TIMEOUT
-        group: TensorParallelGroup = ProcessGroupBackedGroup(
-            dist.ProcessGroupNCCL(store, rank, size, options), name="nccl"
-        )
+        group: TensorParallelGroup = connect_nccl(store, rank=rank, size=size, device=device)
     else:
         group = connect_gloo(store, rank=rank, size=size, through_host=device.type == "cuda")
-    # The first collective makes NCCL connect: a failure belongs to the start, not to the first request.
+    # What the first collective brings up belongs to the start, not to the first request.
     group.all_reduce(torch.zeros(1, device=device))
     return group
-
-
-def connect_gloo(
-    store: dist.Store, *, rank: int, size: int, through_host: bool = False
-) -> ProcessGroupBackedGroup:
-    """Meet the other ranks in `store` and exchange over the loopback interface."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = GROUP_TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=LOOPBACK)]
-    return ProcessGroupBackedGroup(
-        dist.ProcessGroupGloo(store, rank, size, options), name="gloo", through_host=through_host
-    )

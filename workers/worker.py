@@ -163,6 +163,17 @@ class Worker:
         return self._config.tp_rank
 
     @property
+    def group(self) -> TensorParallelGroup:
+        """The ranks of this replica, for hooks. After `start`."""
+        assert self._group is not None, "start() comes first"
+        return self._group
+
+    @property
+    def rendezvous(self) -> str | None:
+        """The file in which the ranks met; None where there was no need of one."""
+        return self._config.rendezvous
+
+    @property
     def device(self) -> torch.device:
         """Where this rank computes. After `start`."""
         return self._device

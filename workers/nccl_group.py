@@ -1,0 +1,92 @@
+"""NcclGroup: the collectives of ranks with a GPU each: NCCL, and a kernel of our own for short sums.
+
+Called by: `connect_group`. What is short is summed by kernels/triton_all_reduce.py where the GPUs can read each
+other's memory; `one_shot_max_bytes` says what is short, as measured by `cluster-bench multi-gpu`. Both ways give all
+ranks the same bits.
+
+When a peer dies: waits; the executor sees the death first, and ends the replica.
+"""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from .peer_memory import PeerAccessError, PeerMemory
+from .process_group import GROUP_TIMEOUT, ProcessGroupBackedGroup
+
+log = logging.getLogger(__name__)
+
+ONE_SHOT_MAX_BYTES = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
+"""By number of ranks, how long a sum may be that each rank makes for itself. It reads size × bytes, NCCL's ring
+2 × bytes. Between 2 and 8 GPUs of an NVLink switch; other sizes: NCCL."""
+
+
+class OneShot:
+    """The sum of short tensors in one kernel. All ranks make one, at the same time.
+
+    Raises as PeerMemory; ImportError without Triton.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int, device: torch.device) -> None:
+        # Here, not above: without a GPU there need not be a Triton.
+        from .kernels import triton_all_reduce as kernel
+
+        self._kernel = kernel
+        self._rank = rank
+        self._memory = PeerMemory(
+            store, rank=rank, size=size, num_bytes=kernel.memory_bytes(size), device=device
+        )
+        self._addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(kernel.MAX_PIECES, dtype=torch.int32, device=device)
+        self.max_bytes = kernel.MAX_BYTES
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place. x: contiguous, at most `max_bytes`."""
+        self._kernel.one_shot_all_reduce(x, x, self._addresses, self._counts, rank=self._rank)
+        return x
+
+    def close(self) -> None:
+        """Let go of the peers' memory. Idempotent."""
+        self._memory.close()
+
+
+class NcclGroup(ProcessGroupBackedGroup):
+    """See the module. one_shot: None: everything goes through NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, one_shot: OneShot | None, one_shot_max_bytes: int) -> None:
+        super().__init__(group, name="nccl" if one_shot is None else "nccl, one-shot")
+        self.one_shot = one_shot
+        self._one_shot_max_bytes = 0 if one_shot is None else min(one_shot_max_bytes, one_shot.max_bytes)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.one_shot is not None and x.nbytes <= self._one_shot_max_bytes and x.is_floating_point():
+            return self.one_shot.all_reduce(x)
+        return super().all_reduce(x)
+
+    def all_reduce_by_nccl(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks through NCCL at any length, to compare."""
+        return super().all_reduce(x)
+
+    def close(self) -> None:
+        super().close()
+        if self.one_shot is not None:
+            self.one_shot.close()
+
+
+def connect_nccl(store: dist.Store, *, rank: int, size: int, device: torch.device) -> NcclGroup:
+    """Meet the other ranks in `store`. Blocks until all are there, at most GROUP_TIMEOUT."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = GROUP_TIMEOUT
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    max_bytes = ONE_SHOT_MAX_BYTES.get(size, 0)
+    one_shot = None
+    if max_bytes:
+        try:
+            one_shot = OneShot(store, rank=rank, size=size, device=device)
+        except (PeerAccessError, ImportError) as error:
+            log.warning("short sums go through NCCL: %s", error)
+    made = NcclGroup(group, one_shot, max_bytes)
+    # The first collective makes NCCL connect: a failure belongs to the start, not to the first long request.
+    made.all_reduce_by_nccl(torch.zeros(1, device=device))
+    return made

@@ -1,0 +1,154 @@
+"""Device memory that all ranks of a replica can read and write, each rank's part on its own GPU.
+
+Called by: nccl_group.py, once, at the start. The driver's own calls, through ctypes: memory that is shared between
+processes (CUDA IPC) must come from cuMemAlloc, not out of the middle of a caching allocator's block. Ranks tell each
+other where it is through the store in which they met.
+
+When a peer dies: its memory stays mapped here until `close`; what is read there is what it wrote last.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+_HANDLE_BYTES = 64
+"""sizeof(CUipcMemHandle)."""
+_LAZY_ENABLE_PEER_ACCESS = 1
+_FINE = b"\0"
+"""What no error text begins with."""
+
+
+class PeerMemory:
+    """`num_bytes` of zeros on each rank's GPU, mapped by all ranks.
+
+    addresses: of every rank's part, in this process, by rank
+    """
+
+    def __init__(
+        self, store: dist.Store, *, rank: int, size: int, num_bytes: int, device: torch.device
+    ) -> None:
+        """Allocate, and meet the others; blocks until they are here, at most the store's timeout.
+
+        Raises PeerAccessError, on all ranks or none, when the driver refuses one of them: no peer access between
+        two of the GPUs, no IPC in this container.
+        """
+        self._resources = ExitStack()
+        self.addresses: Sequence[int] = ()
+        # The driver's calls work on the context that torch makes current by this.
+        torch.zeros(1, device=device)
+        with _Agreement(store, "allocated", rank, size) as agreement:
+            driver = _Driver()
+            own = driver.allocate(num_bytes)
+            driver.clear(own, num_bytes)
+            agreement.says = driver.export(own)
+        try:
+            with _Agreement(store, "opened", rank, size):
+                self.addresses = [
+                    own if peer == rank else self._open(driver, handle)
+                    for peer, handle in enumerate(agreement.heard)
+                ]
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap the peers' parts. Idempotent. The own part stays until this process ends: a peer may still read it."""
+        self._resources.close()
+
+    def _open(self, driver: "_Driver", handle: bytes) -> int:
+        address = driver.open(handle)
+        self._resources.callback(driver.close, address)
+        return address
+
+
+class _Agreement:
+    """A step that all ranks take, or none: at its end each tells the others in `store` how it went for it.
+
+    says:  what the others hear when all went well here
+    heard: of all ranks, after the block
+    Leaving the block raises PeerAccessError when a rank had one.
+    """
+
+    def __init__(self, store: dist.Store, step: str, rank: int, size: int) -> None:
+        self._store = store
+        self._key = f"peer-memory-{step}"
+        self._rank = rank
+        self._size = size
+        self.says = b""
+        self.heard: list[bytes] = []
+
+    def __enter__(self) -> "_Agreement":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PeerAccessError):
+            return
+        self._store.set(f"{self._key}-{self._rank}", _FINE + self.says if error is None else str(error))
+        answers = [self._store.get(f"{self._key}-{peer}") for peer in range(self._size)]
+        problems = [
+            f"rank {peer}: {answer.decode()}"
+            for peer, answer in enumerate(answers)
+            if not answer.startswith(_FINE)
+        ]
+        if problems:
+            raise PeerAccessError("; ".join(problems))
+        self.heard = [answer.removeprefix(_FINE) for answer in answers]
+
+
+class PeerAccessError(RuntimeError):
+    """The driver does not let these ranks see each other's memory."""
+
+
+class _Driver:
+    """The few calls of the CUDA driver that torch does not offer."""
+
+    def __init__(self) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PeerAccessError(f"no CUDA driver: {error}") from None
+
+    def allocate(self, num_bytes: int) -> int:
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value
+
+    def clear(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        self._call("cuCtxSynchronize")
+
+    def export(self, address: int) -> bytes:
+        handle = (ctypes.c_ubyte * _HANDLE_BYTES)()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_uint64()
+        # By value, as the driver takes it.
+        self._call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            _IpcHandle.from_buffer_copy(handle),
+            ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+        )
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._cuda, name)(*arguments)
+        if result != 0:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(result, ctypes.byref(text))
+            raise PeerAccessError(f"{name}: {(text.value or b'').decode() or f'error {result}'}")
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
