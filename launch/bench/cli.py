@@ -18,6 +18,7 @@ from .report import PROGRAM, ReportWriter
 BENCHMARKS: tuple[ModuleType, ...] = (
     serve,
     latency,
+    multi_gpu,
     throughput,
     startup,
     failover,
@@ -25,6 +26,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     ring,
     executor,
     scheduler,
+    multi_gpu,
 )
 
 
