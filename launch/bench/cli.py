@@ -12,13 +12,12 @@ from types import ModuleType
 
 from ...shm.errors import ConfigError, ServingError
 from ...shm.exit_codes import ExitCode
-from . import executor, failover, latency, ring, scheduler, serve, startup, throughput, torture
+from . import executor, failover, latency, multi_gpu, ring, scheduler, serve, startup, throughput, torture
 from .report import PROGRAM, ReportWriter
 
 BENCHMARKS: tuple[ModuleType, ...] = (
     serve,
     latency,
-    multi_gpu,
     throughput,
     startup,
     failover,

@@ -93,12 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     """Measure and report. Raises BenchError."""
     launch = arguments.launch[1:] if arguments.launch[:1] == ["--"] else arguments.launch
-    with (
-        LaunchedCluster([*launch, *RESTARTS]) as cluster,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        result = runner.run(_measure(cluster, arguments))
-        cluster.stop()
+    result = measure_failover(
+        launch,
+        num_kills=arguments.kills,
+        concurrency=arguments.concurrency,
+        input_len=arguments.input_len,
+        output_len=arguments.output_len,
+    )
     writer.finish(
         benchmark="failover: what a replica's death costs its streams",
         num_runs=arguments.kills,
@@ -111,6 +112,22 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
             "the pause before a restart does not double here",
         ],
     )
+
+
+def measure_failover(
+    launch: Sequence[str], *, num_kills: int, concurrency: int, input_len: int, output_len: int
+) -> FailoverRun:
+    """Start a cluster, and kill `num_kills` of its engine cores and of its workers under load; see the flags.
+
+    launch: arguments of cluster-launch, with at least two replicas. Raises BenchError.
+    """
+    with (
+        LaunchedCluster([*launch, *RESTARTS]) as cluster,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        result = runner.run(_measure(cluster, num_kills, concurrency, input_len, output_len))
+        cluster.stop()
+    return result
 
 
 def make_tables(result: FailoverRun) -> list[Table]:
@@ -174,7 +191,9 @@ def resumed_at(record: RequestRecord, killed_at: float) -> float:
     return max(pauses)[1] if pauses else record.ended_at
 
 
-async def _measure(cluster: LaunchedCluster, arguments: argparse.Namespace) -> FailoverRun:
+async def _measure(
+    cluster: LaunchedCluster, num_kills: int, concurrency: int, input_len: int, output_len: int
+) -> FailoverRun:
     probe = FleetProbe(cluster)
     if probe.num_replicas < 2:
         raise BenchError("failover needs at least two replicas: --dp 2")
@@ -182,16 +201,16 @@ async def _measure(cluster: LaunchedCluster, arguments: argparse.Namespace) -> F
     client = await make_client(http, timeout_s=BACK_TIMEOUT_S)
     bodies = make_bodies(
         client.model,
-        2 * arguments.concurrency,
-        input_len=arguments.input_len,
-        output_len=arguments.output_len,
+        2 * concurrency,
+        input_len=input_len,
+        output_len=output_len,
         seed=0,
     )
-    load = SteadyLoad(client, bodies, concurrency=arguments.concurrency)
+    load = SteadyLoad(client, bodies, concurrency=concurrency)
     deaths = []
     try:
-        with Progress("failover", 2 * arguments.kills) as progress:
-            for number in range(arguments.kills):
+        with Progress("failover", 2 * num_kills) as progress:
+            for number in range(num_kills):
                 dp_rank = number % probe.num_replicas
                 for victim in (f"dp{dp_rank}", f"dp{(dp_rank + 1) % probe.num_replicas} tp0"):
                     progress.say(f"kill {victim}")

@@ -2,7 +2,8 @@
 
 Called by: cli.py. In one go: tensor parallel widths offline (greedy tokens against the first width, sums over the ranks
 by every way there is, workloads of offline_workload.py), then data parallel widths through `cluster-launch` and its
-front end. On CPU ranks it measures nothing of interest, and shows that all of it works.
+front end, then what the death of a rank costs. On CPU ranks it measures nothing of interest, and shows that all of it
+works.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import msgspec
 
 from ...shm.errors import ConfigError
 from ...workers.transformer_config import read_transformer_config
+from . import failover
+from .failover import FailoverRun, measure_failover
 from .multi_gpu_dp import DataParallelRun, ServePlan, completion_texts, measure_data_parallel
 from .multi_gpu_tp import AllReduceRow, greedy_tokens_and_sums
 from .offline import OfflineResult, add_offline_arguments, group_runs, measure_offline, spread_of_wall
@@ -41,12 +44,13 @@ class WidthCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiGpuResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured. offline: by tensor parallel width."""
+    """All that was measured. offline: by tensor parallel width; deaths: None with a single replica."""
 
     checks: list[WidthCheck]
     sums: list[AllReduceRow]
     offline: dict[str, OfflineResult]
     data_parallel: list[DataParallelRun]
+    deaths: FailoverRun | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--input-len", type=positive, default=512, metavar="N", help="prompt tokens (512)")
     group.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (256)")
 
+    parser.add_argument("--death-output-len", type=positive, default=400, metavar="N",
+                        help="output tokens of the streams that meet deaths (400)")  # fmt: skip
+
 
 def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     """Measure and report. Raises ConfigError, BenchError, ProcessError."""
@@ -84,13 +91,16 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         folder = getattr(arguments, name)
         if folder is not None and not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"--{name.replace('_', '-')}", f"there is no config.json in {folder}")
-    total = 2 * len(arguments.tp) + 2 * len(arguments.dp)
+    total = 2 * len(arguments.tp) + 2 * len(arguments.dp) + 1
     with Progress(NAME, total) as progress:
         checks, sums = _check_tensor_parallel(arguments, progress)
         checks += _check_data_parallel(arguments, progress)
         offline = _measure_offline(arguments, progress)
         data_parallel = _measure_data_parallel(arguments, progress)
-    result = MultiGpuResult(checks=checks, sums=sums, offline=offline, data_parallel=data_parallel)
+        deaths = _measure_deaths(arguments, progress)
+    result = MultiGpuResult(
+        checks=checks, sums=sums, offline=offline, data_parallel=data_parallel, deaths=deaths
+    )
     writer.finish(
         benchmark="multi-gpu: several ranks and replicas of one host",
         num_runs=arguments.repetitions,
@@ -119,6 +129,7 @@ def make_tables(result: MultiGpuResult) -> list[Table]:
         *_sum_tables(result.sums),
         _offline_table(result.offline),
         _data_parallel_table(result.data_parallel),
+        *([] if result.deaths is None else failover.make_tables(result.deaths)),
     ]
 
 
@@ -281,3 +292,21 @@ def _measure_data_parallel(arguments: argparse.Namespace, progress: Progress) ->
             )
             progress.advance()
     return runs
+
+
+def _measure_deaths(arguments: argparse.Namespace, progress: Progress) -> FailoverRun | None:
+    """Kill an engine core and a worker of the widest cluster of the small model."""
+    width = max(arguments.dp)
+    if width < 2:
+        return None
+    progress.say(f"deaths, dp {width}")
+    with with_word_tokenizer(arguments.model) as folder:
+        result = measure_failover(
+            [str(folder), "--dp", str(width), "--device", arguments.device],
+            num_kills=1,
+            concurrency=min(32, arguments.concurrency * width),
+            input_len=min(64, arguments.input_len),
+            output_len=arguments.death_output_len,
+        )
+    progress.advance()
+    return result

@@ -14,8 +14,8 @@ import msgspec
 
 from ...workers.transformer_config import read_transformer_config
 from .errors import BenchError
+from .launched_cluster import LaunchedCluster
 from .offline_workload import OfflineWorkload
-from .served_cluster import ServedCluster
 
 SERVE_TIMEOUT_S = 540.0
 _MAX_LAST_WORDS = 2000
@@ -68,7 +68,7 @@ class _ServeReport(msgspec.Struct, frozen=True):
 def completion_texts(folder: Path, width: int, workload: OfflineWorkload, *, device: str) -> list[str]:
     """Serve `folder` in float32 with `width` replicas, and complete all prompts of `workload` at once, greedily."""
     arguments = _launch(folder, width, device, max_model_len=workload.max_len)
-    with ServedCluster([*arguments, "--dtype", "float32"]) as cluster:
+    with LaunchedCluster([*arguments, "--dtype", "float32"]) as cluster:
         requests = list(zip(workload.prompts, workload.output_lens, strict=True))
         with ThreadPoolExecutor(len(requests)) as pool:
             return list(pool.map(lambda request: _complete(cluster.url, *request), requests))
@@ -82,7 +82,7 @@ def measure_data_parallel(
     if has_dummy_weights:
         arguments += ["--set", "model.load_format=dummy"]
     stem = scratch / f"dp{width}"
-    with ServedCluster(arguments) as cluster:
+    with LaunchedCluster(arguments) as cluster:
         command = [sys.executable, "-m", "phalanx.launch.bench", "serve", "--url", f"dp={cluster.url}"]
         command += ["--num-requests", str(plan.num_requests * width)]
         command += ["--concurrency", str(plan.concurrency * width), "--repetitions", str(plan.repetitions)]
