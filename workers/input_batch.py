@@ -155,6 +155,10 @@ class InputBatch:
         num_outputs = self._num_tokens[rows] - self._num_prompt[rows]
         return self.sampling.batch(rows, num_outputs, self._grammar_words(step, masks) if masks else None)
 
+    def needs_whole_rows(self, step: StepInput) -> bool:
+        """True when the step cannot be sampled from each rank's part of the rows."""
+        return self.sampling.needs_whole_rows(step.row_index[step.sampling_rows])
+
     def prompt_chunks(self, step: StepInput) -> list[PromptChunk]:
         """Return what this step computes of prompts whose log-probabilities are wanted."""
         if not self._prompt_logprobs:

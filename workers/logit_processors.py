@@ -20,7 +20,7 @@ LARGEST = 1e30
 
 def mask_padding(logits: torch.Tensor, vocab_limits: torch.Tensor, min_limit: int, first_id: int) -> None:
     """Mask the ids that no tokenizer has. vocab_limits: [rows] int64; min_limit: the smallest of them."""
-    start = max(0, min_limit - first_id)
+    start = min(max(0, min_limit - first_id), logits.shape[1])
     tail = logits[:, start:]
     ids = torch.arange(first_id + start, first_id + logits.shape[1], device=logits.device)
     tail.masked_fill_(ids >= vocab_limits.unsqueeze(-1), -torch.inf)

@@ -1,7 +1,8 @@
 """ModelRunner: SchedulerOutput -> tensors -> forward -> sampled tokens.
 
 Called by: the Worker, once per step, on its main thread. All ranks of a replica run the same steps on the same
-rows, sample from bit-equal logits, and hence append the same tokens, without telling each other.
+rows, sample from bit-equal logits or each from its part of them, and hence append the same tokens, without telling
+each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from .messages import GrammarMasks, LogprobTable, ModelRunnerOutput, SchedulerOu
 from .models.causal_lm import CausalLM
 from .prompt_logprobs import PromptLogprobs
 from .sampler import sample
+from .vocab_columns import WHOLE, VocabColumns, VocabShard
 
 
 def no_masks() -> GrammarMasks:
@@ -51,6 +53,8 @@ class ModelRunner:
         self._dtype = dtype
         self._device = device
         self._on_phase = on_phase
+        head = model.head
+        self._shard = VocabShard(head.group, head.span, head.vocab_size) if head.group.size > 1 else None
         self._prompt_logprobs = PromptLogprobs(
             model.compute_logits, vocab_size=model.config.vocab_size, mode=logprobs_mode
         )
@@ -114,12 +118,18 @@ class ModelRunner:
             return np.zeros(0, dtype=np.int64), {}
         self._on_phase("sampling")
         last = torch.from_numpy(step.last_token_index).to(self._device)
-        logits = self._model.compute_logits(hidden.index_select(0, last))
+        last_hidden = hidden.index_select(0, last)
+        columns: VocabColumns = WHOLE
+        if self._shard is None or self._batch.needs_whole_rows(step):
+            logits = self._model.compute_logits(last_hidden)
+        else:
+            columns = self._shard
+            logits = self._shard.fill(self._model.compute_own_logits(last_hidden))
         masks = None
         if receive_masks is not None:
             masks = receive_masks()
             self._on_phase("sampling")
         batch = self._batch.sampling_batch(step, masks)
-        sampled = sample(logits, batch)
+        sampled = sample(logits, batch, columns)
         self._batch.sampling.append(sampled.token_ids)
         return StepCopy(sampled.token_ids, batch.logprobs, sampled.logprobs).wait()

@@ -20,6 +20,8 @@ from .sampling_params import SamplingParams
 from .token_history import Ints, LastTokens, Slots, TokenCounts, grow
 
 MAX_BIAS = 100.0
+MAX_GATHERED = 256
+"""Likeliest tokens that ranks exchange for a row; beyond it they exchange the rows themselves."""
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
 SEED, TOP_K, VOCAB_LIMIT = range(3)
@@ -140,9 +142,7 @@ class SamplingRows:
 
     def batch(self, rows: Ints, num_outputs: Ints, grammar: GrammarWords | None = None) -> SamplingBatch:
         """Describe one step. rows, num_outputs: [n], the rows that sample and the output tokens they have."""
-        selection = self._selection
-        if selection is None or not np.array_equal(rows, selection.rows):
-            selection = self._selection = self._select(rows)
+        selection = self._selected(rows)
         floats, ints = selection.floats, selection.ints
         masks = None
         if grammar is not None and grammar.places:
@@ -174,6 +174,14 @@ class SamplingRows:
             logprobs_mode=self._logprobs_mode,
         )
 
+    def needs_whole_rows(self, rows: Ints) -> bool:
+        """True when the rows that sample cannot be sampled in parts, or it would not pay: a nucleus without top-k
+        (any number of tokens may belong to it), and more than MAX_GATHERED tokens of each rank.
+        """
+        selection = self._selected(rows)
+        num_top = max((group.num_top for group in selection.logprobs), default=0)
+        return selection.has_open_nucleus or max(selection.max_top_k, num_top) > MAX_GATHERED
+
     def append(self, token_ids: torch.Tensor) -> None:
         """Take over what the last batch sampled. token_ids: [n] int64 on the device, in the order of its rows."""
         selection = self._selection
@@ -184,6 +192,11 @@ class SamplingRows:
         if selection.word_rows is not None:
             row_index, slots = selection.word_rows
             self._last_tokens.append(slots, token_ids.index_select(0, row_index))
+
+    def _selected(self, rows: Ints) -> _Selection:
+        if self._selection is None or not np.array_equal(rows, self._selection.rows):
+            self._selection = self._select(rows)
+        return self._selection
 
     def _select(self, rows: Ints) -> _Selection:
         if self._changed:

@@ -40,11 +40,15 @@ class WholeVocabulary:
 class VocabShard:
     """This rank's columns. span: of its token ids; the ranks' spans follow each other in the order of the ranks."""
 
-    def __init__(self, group: TensorParallelGroup, span: Span) -> None:
+    def __init__(self, group: TensorParallelGroup, span: Span, vocab_size: int) -> None:
         assert span.start % ALIGNMENT == 0 or span.size == 0, "a range of token ids begins inside a word"
         self._group = group
         # A rank may hold no column; then it has one of an id that no token has.
-        self.first_id = span.start if span.size else -(-span.stop // ALIGNMENT) * ALIGNMENT
+        self.first_id = span.start if span.size else -(-vocab_size // ALIGNMENT) * ALIGNMENT
+
+    def fill(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give a rank without columns its one. logits: [rows, span.size]; returns [rows, at least 1]."""
+        return logits if logits.shape[-1] else logits.new_full((logits.shape[0], 1), -torch.inf)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.all_gather_last_dim(x.contiguous(), [x.shape[-1]] * self._group.size)

@@ -86,8 +86,11 @@ class ParallelHead(nn.Module):
         return tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.weight if self._packed_copy is None else self._packed_copy
-        return self.group.all_gather_last_dim(linear(hidden, weight), self.sizes)
+        return self.group.all_gather_last_dim(self.own_columns(hidden), self.sizes)
+
+    def own_columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> this rank's logits [rows, span.size], perhaps none."""
+        return linear(hidden, self.weight if self._packed_copy is None else self._packed_copy)
 
     def pack(self) -> int:
         """Store the loaded weight as the device likes it; return the bytes that this takes in addition.

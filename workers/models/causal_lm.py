@@ -112,6 +112,11 @@ class CausalLM(nn.Module, ABC):
         logits: torch.Tensor = self.head(hidden)
         return logits
 
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> this rank's columns of the logits [rows, head.span.size]."""
+        logits: torch.Tensor = self.head.own_columns(hidden)
+        return logits
+
     def place_tables(self, device: torch.device) -> None:
         """Compute what is neither weight nor cache."""
         for rotary in self.rotaries:
