@@ -44,7 +44,9 @@ def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str]:
 
 
 async def stream(client: AsyncOpenAI, index: int, prompt: str, started: Callable[[], None]) -> str:
-    # Every second one is drawn at random, from a seed of its own; every fourth has a stop string to look for.
+    # Every second one is drawn at random, from a seed of its own; every fourth has a stop string to look for; every
+    # third is penalised for what it has said, and tells of each token.
+    is_penalised = index % 3 == 0
     chunks = await client.completions.create(
         model="tiny",
         prompt=prompt,
@@ -52,16 +54,22 @@ async def stream(client: AsyncOpenAI, index: int, prompt: str, started: Callable
         temperature=0.8 if index % 2 else 0,
         seed=index,
         stop=["zzz never zzz"] if index % 4 == 0 else None,
+        frequency_penalty=0.8 if is_penalised else 0,
+        logprobs=1 if is_penalised else None,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "bad_words": ["the"] if is_penalised else []},
     )
     texts = []
+    num_told = 0
     async for chunk in chunks:
+        if chunk.choices[0].logprobs is not None:
+            num_told += len(chunk.choices[0].logprobs.tokens)
         if len(texts) == 3:
             started()
         texts.append(chunk.choices[0].text)
         last = chunk.choices[0].finish_reason
     assert last == "length"
+    assert num_told == (MAX_TOKENS if is_penalised else 0)
     return "".join(texts)
 
 

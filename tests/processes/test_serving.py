@@ -153,7 +153,58 @@ def test_both_replicas_take_part(cluster: Cluster) -> None:
     assert min(steps.values()) > 0
 
 
+def test_every_way_to_choose_tokens_works_from_each_ranks_part_of_the_vocabulary(
+    cluster: Cluster, prompts: list[str]
+) -> None:
+    """Rows that are sampled in parts and rows that need all of it, together: each is what it is alone."""
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 3, "extra_body": {"repetition_penalty": 1.3}},
+        {"temperature": 1.2, "seed": 1, "frequency_penalty": 1.5, "logprobs": 0},
+        {"temperature": 0.8, "seed": 2, "top_p": 0.9, "presence_penalty": 0.7},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01}},
+        {"temperature": 1.0, "seed": 4, "logit_bias": {"40": 100}, "logprobs": 1},
+        {"temperature": 1.0, "seed": 5, "logprobs": 0, "extra_body": {"allowed_token_ids": [50, 51, 52]}},
+        {
+            "temperature": 1.0,
+            "seed": 6,
+            "logprobs": 2,
+            "echo": True,
+            "extra_body": {"bad_words": ["e", "the"]},
+        },
+        {"temperature": 1.0, "seed": 7, "extra_body": {"min_tokens": 10, "prompt_logprobs": 2}},
+    ]
+
+    async def run(is_together: bool) -> list[Any]:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            calls = [
+                client.completions.create(model="tiny", prompt=prompt, max_tokens=MAX_TOKENS, **wish)
+                for prompt, wish in zip(prompts, wishes, strict=False)
+            ]
+            return list(await asyncio.gather(*calls)) if is_together else [await call for call in calls]
+
+    together, alone = asyncio.run(run(True)), asyncio.run(run(False))
+
+    for first, second, prompt in zip(together, alone, prompts, strict=False):
+        assert first.choices[0].text == second.choices[0].text
+        logprobs, again = first.choices[0].logprobs, second.choices[0].logprobs
+        if logprobs is None:
+            continue
+        assert logprobs.tokens == again.tokens
+        assert logprobs.token_logprobs[1:] == pytest.approx(again.token_logprobs[1:], abs=1e-4)
+        is_echoed = logprobs.token_logprobs[0] is None
+        assert len(logprobs.tokens) == first.usage.completion_tokens + is_echoed * first.usage.prompt_tokens
+        assert "".join(logprobs.tokens).startswith(prompt) is is_echoed
+    assert len(together[7].choices[0].prompt_logprobs) == together[7].usage.prompt_tokens
+    assert len(set(together[5].choices[0].logprobs.tokens)) <= 3
+
+
 BAD_BODIES = [
+    ({"logprobs": 21}, "logprobs"),
+    ({"min_p": 2}, "min_p"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"stop_token_ids": [10**6], "min_tokens": 1}, "stop_token_ids"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "five"}, "max_tokens"),
