@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..shm.errors import ConfigError
+from .routing import RoutingPolicy
 
 MIN_HANG_TIMEOUT_S = 5.0
 """An engine core at rest says every other second that it lives."""
@@ -14,6 +15,13 @@ class ClusterConfig:
 
     data_parallel_size: int = 1
     """Replicas that share the requests."""
+    routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
+    """How a request finds its replica: prefix_aware, kv_aware, least_loaded, power_of_two or round_robin."""
+    sticky_sessions: bool = False
+    """Requests with the same X-Session-Id header, or else the same `user`, stay on one replica while it has room."""
+    max_num_waiting: int | None = None
+    """Requests that may wait in all replicas together; one more is answered 429. None: each replica has its own limit,
+    scheduler.max_num_waiting, and no other."""
     start_timeout_s: float = 900.0
     """From the first process until every replica serves."""
     drain_timeout_s: float = 30.0
@@ -48,6 +56,8 @@ class ClusterConfig:
                 "cluster.min_ready_replicas",
                 f"must be in [0, cluster.data_parallel_size], not {self.min_ready_replicas}",
             )
+        if self.max_num_waiting is not None and self.max_num_waiting < 1:
+            raise ConfigError("cluster.max_num_waiting", f"must be at least 1, not {self.max_num_waiting}")
         if self.max_restarts < 0:
             raise ConfigError("cluster.max_restarts", f"must not be negative, not {self.max_restarts}")
         for name in (

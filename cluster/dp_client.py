@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -18,13 +19,17 @@ import zmq.asyncio
 
 from ..engine.core_client import CoreSockets
 from ..engine.errors import PoisonousRequestError, ReplicaLostError
-from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats
+from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats, FollowPrefixes
 from ..shm.sockets import connect_sub
-from .load_balancer import LeastLoadedBalancer
 from .messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaInfo, ReplicaState
 from .replay import ReplayLog, ReplayStats
+from .request_router import RequestRouter
+from .routing import Decision, RoutingOptions, RoutingReason
 
 log = logging.getLogger(__name__)
+
+MAX_DECISIONS = 4096
+"""The last ones, for those who ask why a request went where it went."""
 
 
 class DpClient:
@@ -38,15 +43,21 @@ class DpClient:
         connection: FrontEndConnection,
         *,
         replay_wait_s: float,
+        routing: RoutingOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connection = connection
         self._clock = clock
         self._replay = ReplayLog(wait_s=replay_wait_s)
-        self._balancer = LeastLoadedBalancer()
+        self._router = RequestRouter(
+            routing or RoutingOptions(),
+            client_index=connection.client_index,
+            incarnation=connection.incarnation,
+        )
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._snapshot_at: float | None = None
         self._replicas: dict[int, ReplicaInfo] = {}
         self._stats: dict[int, EngineStats] = {}
-        self._last_group: tuple[str | None, int] = (None, 0)
         self._own_outputs: list[EngineCoreOutput] = []
         self._has_own_outputs = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
@@ -75,6 +86,26 @@ class DpClient:
     def stats(self) -> Mapping[int, EngineStats]:
         """The newest published load of each replica, by dp_rank; a replica that is absent is unknown."""
         return self._stats
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a KV block of every replica; None while none is known to be ready."""
+        known = (replica.block_size for replica in self._replicas.values())
+        return next((block_size for block_size in known if block_size), None)
+
+    @property
+    def num_routed(self) -> Mapping[RoutingReason, int]:
+        """Decisions of this front end, by reason."""
+        return self._router.num_by_reason
+
+    @property
+    def snapshot_age_s(self) -> float | None:
+        """How long ago the last snapshot of the loads was made, in seconds. None: there was none yet."""
+        return None if self._snapshot_at is None else max(0.0, self._clock() - self._snapshot_at)
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Say where one of the last requests went, and why; for samples of one prompt, where the last of them did."""
+        return self._decisions.get(request_id)
 
     @property
     def replay_stats(self) -> ReplayStats:
@@ -110,22 +141,21 @@ class DpClient:
                 self._lose(replica.dp_rank)
             if replica.state is ReplicaState.READY:
                 self._sockets.connect(replica.dp_rank, replica.input_address)
+                self._router.join(replica.dp_rank, block_size=replica.block_size or 1)
+                self._follow_prefixes(replica.dp_rank)
         self._send_lost_requests()
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Give the request to the least loaded replica.
+        """Give the request to the replica that the balancer picks.
 
-        Raises NoReplicaError when none serves, PoisonousRequestError when an equal one has killed replicas.
+        Raises NoReplicaError when none serves, QueueFullError when too many wait, InvalidRequestError when the replica
+        that it asks for does not serve, PoisonousRequestError when an equal one has killed replicas.
         """
         if self._replay.is_blamed(request):
             raise PoisonousRequestError()
-        # Samples of one prompt come one after the other, and share its blocks.
-        group_id, dp_rank = self._last_group
-        if request.group_id is None or request.group_id != group_id or dp_rank not in self._usable():
-            dp_rank = self._choose()
-        self._last_group = (request.group_id, dp_rank)
-        self._replay.admit(request, dp_rank)
-        self._send(dp_rank, request)
+        request, decision = self._route(request)
+        self._replay.admit(request, decision.dp_rank)
+        self._send(decision.dp_rank, request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Have the replicas forget these requests; unknown ones are ignored."""
@@ -133,6 +163,7 @@ class DpClient:
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
             dp_rank = self._replay.forget(request_id)
+            self._router.drop(request_id, self._clock())
             if dp_rank is not None:
                 by_replica.setdefault(dp_rank, []).append(request_id)
         for dp_rank, ids in by_replica.items():
@@ -187,9 +218,20 @@ class DpClient:
         ready = self._ready()
         return [rank for rank in ready if rank != self._replay.on_trial] or ready
 
-    def _choose(self) -> int:
-        inflight = {rank: self._replay.num_unfinished(rank) for rank in self._usable()}
-        return self._balancer.choose(list(inflight), inflight, self._stats)
+    def _route(
+        self, request: EngineCoreRequest, *, is_replay: bool = False
+    ) -> tuple[EngineCoreRequest, Decision]:
+        request, decision = self._router.route(request, self._usable(), self._clock(), is_replay=is_replay)
+        self._decisions[request.group_id or request.request_id] = decision
+        if len(self._decisions) > MAX_DECISIONS:
+            self._decisions.popitem(last=False)
+        return request, decision
+
+    def _follow_prefixes(self, dp_rank: int) -> None:
+        assert self._sockets is not None
+        if self._router.follows_prefixes:
+            with contextlib.suppress(ReplicaLostError):
+                self._sockets.send(dp_rank, FollowPrefixes(client_index=self._connection.client_index))
 
     def _send(self, dp_rank: int, request: EngineCoreRequest) -> None:
         assert self._sockets is not None
@@ -199,7 +241,18 @@ class DpClient:
 
     async def _receive(self) -> list[EngineCoreOutput]:
         assert self._sockets is not None
-        outputs = self._replay.accept((await self._sockets.recv()).outputs)
+        received = await self._sockets.recv()
+        outputs = self._replay.accept(received.outputs)
+        self._router.observe(outputs, self._clock())
+        replica = self._replicas.get(received.dp_rank)
+        if received.prefix_delta is not None and replica is not None and replica.epoch == received.epoch:
+            try:
+                is_whole = self._router.take_delta(received.dp_rank, received.prefix_delta)
+            except ValueError as error:
+                log.warning("malformed prefixes dropped dp_rank=%d error=%s", received.dp_rank, error)
+                is_whole = False
+            if not is_whole and replica.state is ReplicaState.READY:
+                self._follow_prefixes(received.dp_rank)
         # A suspect that made a token was cleared, and the next one may be tried.
         self._send_lost_requests()
         return outputs
@@ -207,6 +260,7 @@ class DpClient:
     def _lose(self, dp_rank: int) -> None:
         assert self._sockets is not None
         self._sockets.disconnect(dp_rank)
+        self._router.leave(dp_rank)
         num_lost = self._replay.num_unfinished(dp_rank)
         self._tell(self._replay.lose(dp_rank, self._clock()))
         log.warning("replica lost dp_rank=%d requests=%d", dp_rank, num_lost)
@@ -223,9 +277,10 @@ class DpClient:
         """Give lost requests to the replicas that serve, and see to it that none waits for ever."""
         if self._ready():
             for request in self._replay.replayable():
-                dp_rank = self._choose()
+                sent, decision = self._route(request, is_replay=True)
+                dp_rank = decision.dp_rank
                 self._replay.replayed(request.request_id, dp_rank)
-                self._send(dp_rank, request)
+                self._send(dp_rank, sent)
                 log.info(
                     "request continues dp_rank=%d attempt=%d output_tokens=%d request_id=%s",
                     dp_rank,
@@ -251,6 +306,16 @@ class DpClient:
             self._own_outputs += outputs
             self._has_own_outputs.set()
 
+    def take_snapshot(self, snapshot: LoadSnapshot) -> None:
+        """Take the coordinator's word on how busy the replicas are."""
+        self._stats = {stats.dp_rank: stats for stats in snapshot.stats}
+        self._snapshot_at = snapshot.published_at
+        for stats in snapshot.stats:
+            replica = self._replicas.get(stats.dp_rank)
+            # A replica that was lost may still be in the snapshot.
+            if replica is not None and replica.epoch == stats.epoch:
+                self._router.take_report(stats)
+
     async def _follow_snapshots(self) -> None:
         assert self._context is not None
         decoder = msgspec.msgpack.Decoder(LoadSnapshot)
@@ -262,6 +327,6 @@ class DpClient:
                 except msgspec.DecodeError as error:
                     log.warning("malformed snapshot dropped error=%s", error)
                     continue
-                self._stats = {stats.dp_rank: stats for stats in snapshot.stats}
+                self.take_snapshot(snapshot)
         finally:
             socket.close(linger=0)

@@ -26,6 +26,7 @@ FIELDS = {
     "model": ("MODEL", "model.path"),
     "tensor_parallel_size": ("--tp", "parallel.tensor_parallel_size"),
     "data_parallel_size": ("--dp", "cluster.data_parallel_size"),
+    "routing_policy": ("--routing-policy", "cluster.routing_policy"),
     "device": ("--device", "parallel.device"),
     "dtype": ("--dtype", "model.dtype"),
     "max_model_len": ("--max-model-len", "model.max_model_len"),
@@ -80,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
                        help="devices that share one replica (1)")  # fmt: skip
     group.add_argument("--dp", "--data-parallel-size", dest="data_parallel_size", type=int, metavar="N",
                        help="replicas that share the requests (1)")  # fmt: skip
+    group.add_argument("--routing-policy", metavar="NAME", help="prefix_aware, kv_aware, least_loaded, power_of_two or "
+                       "round_robin (prefix_aware)")  # fmt: skip
     group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (auto)")
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16 (auto)")

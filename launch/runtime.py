@@ -13,6 +13,7 @@ from ..cluster.fleet import num_board_slots
 from ..cluster.messages import FrontEndConnection
 from ..cluster.operations import Weights
 from ..cluster.placement import Plan, make_plan
+from ..cluster.routing import RoutingOptions
 from ..cluster.supervisor import Supervisor
 from ..shm.exit_codes import ExitCode
 from ..shm.ordering import CACHE_LINE_BYTES
@@ -82,6 +83,14 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
             drain_timeout_s=config.cluster.drain_timeout_s,
             replay_wait_s=config.cluster.replay_wait_s,
             min_ready_replicas=config.cluster.min_ready_replicas,
+            routing=RoutingOptions(
+                policy=config.cluster.routing_policy,
+                sticky_sessions=config.cluster.sticky_sessions,
+                max_num_waiting=config.cluster.max_num_waiting,
+                max_num_waiting_per_replica=config.scheduler.max_num_waiting,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            ),
+            hashes_prompts=config.cache.enable_prefix_caching,
         )
         return ChildSpec(
             role=f"api{connection.client_index}",

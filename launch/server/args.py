@@ -6,6 +6,7 @@ Called by: runtime.py encodes it, process.py decodes it.
 import msgspec
 
 from ...cluster.messages import FrontEndConnection
+from ...cluster.routing import RoutingOptions
 from ...workers.config import ModelConfig
 from ..config import ServerConfig
 
@@ -18,6 +19,8 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: how long running requests may take to finish once a stop is asked
     replay_wait_s:   how long a request whose replica was lost waits for another one
     min_ready_replicas: with fewer that serve, /ready says 503
+    routing:         how a request finds its replica
+    hashes_prompts:  the engine cores have a prefix cache
     """
 
     connection: FrontEndConnection
@@ -27,3 +30,5 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float
     replay_wait_s: float
     min_ready_replicas: int
+    routing: RoutingOptions = RoutingOptions()
+    hashes_prompts: bool = True

@@ -74,7 +74,7 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     context.on_stop(ask_stop)
     context.progress("tokenizer")
     input_processor = InputProcessor.from_model(args.model)
-    client = DpClient(args.connection, replay_wait_s=args.replay_wait_s)
+    client = DpClient(args.connection, replay_wait_s=args.replay_wait_s, routing=args.routing)
     engine = AsyncLLM(client, input_processor, client_index=args.connection.client_index)
     await engine.start()
     decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
@@ -83,6 +83,8 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
         client.apply(update)
         if client.max_model_len is not None:
             input_processor.max_model_len = client.max_model_len
+        # Hashes serve the balancer's index and the engine core's prefix cache; without a cache nobody needs them.
+        input_processor.block_size = client.block_size if args.hashes_prompts else None
 
     link = ClusterLink(context.note, apply)
 

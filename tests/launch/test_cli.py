@@ -31,6 +31,7 @@ FLAGS = [
     "--host",
     "--max-model-len",
     "--port",
+    "--routing-policy",
     "--served-model-name",
     "--set",
     "--tensor-parallel-size",

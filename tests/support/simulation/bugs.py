@@ -11,7 +11,6 @@ from unittest.mock import patch
 import msgspec
 
 from phalanx.cluster.dp_client import DpClient
-from phalanx.cluster.load_balancer import LeastLoadedBalancer
 from phalanx.cluster.load_table import LoadTable
 from phalanx.cluster.messages import FleetUpdate, ReplicaState
 from phalanx.cluster.replay import ReplayLog
@@ -156,12 +155,11 @@ def an_older_report_replaces_a_newer_one() -> Any:
 
 
 def the_balancer_chooses_among_all_that_ever_reported() -> Any:
-    original = LeastLoadedBalancer.choose
+    def usable(self: DpClient) -> list[int]:
+        ready = self._ready()
+        return sorted({*ready, *self.stats}) if ready else ready
 
-    def choose(self: LeastLoadedBalancer, ready: Any, inflight: Any, stats: Any) -> int:
-        return original(self, sorted({*ready, *stats}) if ready else ready, inflight, stats)
-
-    return patch.object(LeastLoadedBalancer, "choose", choose)
+    return patch.object(DpClient, "_usable", usable)
 
 
 def front_ends_do_not_hear_of_a_death() -> Any:

@@ -376,7 +376,7 @@ class SimulatedFrontEnd(SimulatedProcess):
     def take_snapshot(self, snapshot: LoadSnapshot) -> None:
         """From the coordinator."""
         if self.is_alive:
-            self.client._stats = {stats.dp_rank: stats for stats in snapshot.stats}
+            self.client.take_snapshot(snapshot)
 
     def ask(self, asked: Happening) -> None:
         """A client asks."""

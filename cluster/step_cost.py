@@ -1,0 +1,132 @@
+"""What a step of the engine costs, learnt from what the replicas report: so a balancer's weights are measured. Pure.
+
+Called by: LoadBook, with every pair of consecutive reports of one replica. The model is
+
+    busy time = steps * base + prefill tokens * p + decode tokens * d + steps * context tokens * c
+
+fitted by least squares over all replicas, which run on equal devices; old observations fade. No coefficient is
+negative: one that would be is left out, and the others are fitted again. Where nothing was observed yet the
+coefficients are in proportion to `PRIOR`; only their proportions matter to a balancer.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..engine.messages import EngineStats
+
+KEEP = 0.995
+"""What is left of an observation when the next one comes: at ten snapshots a second of eight replicas, a few seconds."""
+MIN_OBSERVATIONS = 20
+_RIDGE = 1e-3
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds: of an empty step, of a prefill token, of a decode token, of a token in a decoding request's context."""
+
+    base_s: float
+    prefill_token_s: float
+    decode_token_s: float
+    context_token_s: float
+
+
+PRIOR = StepCost(base_s=8e-3, prefill_token_s=4e-5, decode_token_s=4e-5, context_token_s=3e-8)
+"""Proportions to begin with: a step takes as long as a few hundred tokens of prefill, as on cards of today."""
+
+
+class StepCostFit:
+    """Learns a `StepCost`. Owner: one front end."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, EngineStats] = {}
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._targets = [0.0] * 4
+        self._num_observed = 0
+        self.cost = PRIOR
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take a report. Reports of one replica come in order; a new epoch starts anew."""
+        last = self._last.get(stats.dp_rank)
+        self._last[stats.dp_rank] = stats
+        if last is None or last.epoch != stats.epoch:
+            return
+        busy_s = stats.busy_s - last.busy_s
+        num_steps = stats.num_steps - last.num_steps
+        if busy_s <= 0.0 or num_steps <= 0:
+            return
+        features = (
+            float(num_steps),
+            float(stats.num_prefill_tokens_total - last.num_prefill_tokens_total),
+            float(stats.num_output_tokens_total - last.num_output_tokens_total),
+            num_steps * (stats.num_running_tokens + last.num_running_tokens) / 2,
+        )
+        # Relative errors count: a long window is no more worth than a short one.
+        weight = 1.0 / (busy_s * busy_s)
+        for row in range(4):
+            for column in range(4):
+                product = weight * features[row] * features[column]
+                self._products[row][column] = KEEP * self._products[row][column] + product
+            self._targets[row] = KEEP * self._targets[row] + weight * features[row] * busy_s
+        self._num_observed += 1
+        if self._num_observed >= MIN_OBSERVATIONS:
+            self.cost = self._solve()
+
+    def forget(self, dp_rank: int) -> None:
+        """The replica is gone."""
+        self._last.pop(dp_rank, None)
+
+    def _solve(self) -> StepCost:
+        """Least squares, drawn a little towards the prior, which is scaled to the time that was really observed."""
+        prior = (PRIOR.base_s, PRIOR.prefill_token_s, PRIOR.decode_token_s, PRIOR.context_token_s)
+        predicted = sum(target * value for target, value in zip(self._targets, prior, strict=True))
+        quadratic = sum(
+            prior[row] * self._products[row][column] * prior[column]
+            for row in range(4)
+            for column in range(4)
+        )
+        scale = predicted / quadratic if quadratic > 0 else 1.0
+        centre = [value * scale for value in prior]
+        # A coefficient that was never seen to matter stays at its prior.
+        strength = [max(_RIDGE * self._products[i][i], 1e-30) for i in range(4)]
+        active = [0, 1, 2, 3]
+        values = [0.0] * 4
+        while active:
+            matrix = [
+                [self._products[i][j] + (strength[i] if i == j else 0.0) for j in active] for i in active
+            ]
+            right = [self._targets[i] + strength[i] * centre[i] for i in active]
+            solved = solve(matrix, right)
+            if all(value >= 0.0 for value in solved):
+                for index, value in zip(active, solved, strict=True):
+                    values[index] = value
+                break
+            lowest = min(range(len(active)), key=lambda k: solved[k] / centre[active[k]])
+            del active[lowest]
+        return StepCost(
+            base_s=values[0],
+            # The unit of all costs: it must not vanish.
+            prefill_token_s=max(values[1], 1e-3 * centre[1]),
+            decode_token_s=values[2],
+            context_token_s=values[3],
+        )
+
+
+def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Solve a small system with a positive definite matrix, after scaling its diagonal to 1."""
+    size = len(right)
+    scale = [matrix[i][i] ** -0.5 for i in range(size)]
+    rows = [
+        [matrix[i][j] * scale[i] * scale[j] for j in range(size)] + [right[i] * scale[i]] for i in range(size)
+    ]
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda i: abs(rows[i][pivot]))
+        rows[pivot], rows[best] = rows[best], rows[pivot]
+        for row in range(pivot + 1, size):
+            factor = rows[row][pivot] / rows[pivot][pivot]
+            for column in range(pivot, size + 1):
+                rows[row][column] -= factor * rows[pivot][column]
+    values = [0.0] * size
+    for row in reversed(range(size)):
+        rest = rows[row][size] - sum(rows[row][column] * values[column] for column in range(row + 1, size))
+        values[row] = rest / rows[row][row]
+    return [value * factor for value, factor in zip(values, scale, strict=True)]
