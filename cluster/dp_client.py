@@ -268,6 +268,7 @@ class DpClient:
     def _move_away(self, dp_rank: int) -> None:
         """A replica lives, and shall have none of our requests."""
         assert self._sockets is not None
+        self._router.leave(dp_rank)
         moved = self._replay.move_away(dp_rank, self._clock())
         with contextlib.suppress(ReplicaLostError):
             self._sockets.send(dp_rank, AbortRequests(request_ids=moved))

@@ -16,8 +16,9 @@ import msgspec
 from ..engine.messages import EngineStats
 
 KEEP = 0.995
-"""What is left of an observation when the next one comes: at ten snapshots a second of eight replicas, a few seconds."""
-MIN_OBSERVATIONS = 20
+"""What is left of an observation when the next one comes: the last few hundred count."""
+SOLVE_EVERY = 16
+"""Observations between two fits: one costs about as much as a few decisions."""
 _RIDGE = 1e-3
 
 
@@ -68,7 +69,7 @@ class StepCostFit:
                 self._products[row][column] = KEEP * self._products[row][column] + product
             self._targets[row] = KEEP * self._targets[row] + weight * features[row] * busy_s
         self._num_observed += 1
-        if self._num_observed >= MIN_OBSERVATIONS:
+        if self._num_observed % SOLVE_EVERY == 0:
             self.cost = self._solve()
 
     def forget(self, dp_rank: int) -> None:

@@ -189,8 +189,11 @@ class ServerMetrics:
         *,
         fleet: Callable[[], FleetUpdate | None] = lambda: None,
         replay: Callable[[], ReplayStats | None] = lambda: None,
+        routing: Collector | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
+        if routing is not None:
+            self._registry.register(routing)
         self._registry.register(ReplicaCollector(model_name, stats, num_ready))
         self._registry.register(ClusterCollector(model_name, fleet, replay))
 

@@ -17,6 +17,7 @@ from ..metrics import CONTENT_TYPE
 from . import health, model_routes, routes
 from .admin import ADMIN_ROUTES
 from .errors import CLIENT_GONE, ApiError, ClientGoneError, to_api_error
+from .routing_headers import explain
 from .service import Service
 from .sse import STATUS_KEY
 
@@ -132,7 +133,8 @@ def _wrong_key(name: str) -> ApiError:
 
 async def _guard(service: Service, handler: Handler, request: Request) -> Response:
     try:
-        return await handler(service, request)
+        response = await handler(service, request)
+        return explain(service, request, getattr(request.state, "request_ids", ()), response)
     except ClientGoneError:
         request.scope[STATUS_KEY] = CLIENT_GONE
         return Response(status_code=CLIENT_GONE)

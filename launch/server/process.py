@@ -26,6 +26,7 @@ from ...shm.child_context import ChildContext
 from ...shm.exit_codes import ExitCode
 from ..metrics import ServerMetrics
 from ..preflight import read_admin_key, read_api_key
+from ..routing_metrics import RoutingCollector
 from .app import create_app
 from .args import ApiServerArgs
 from .cluster_link import ClusterLink
@@ -150,6 +151,7 @@ def make_service(
             lambda: client.num_ready,
             fleet=lambda: link.fleet,
             replay=lambda: client.replay_stats,
+            routing=RoutingCollector(model_name, lambda: client.num_routed, lambda: client.snapshot_age_s),
         ),
         gate=Gate(),
         model_name=model_name,

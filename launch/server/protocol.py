@@ -86,6 +86,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputsField | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    user: str | None = None
     timeout_s: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -41,6 +41,7 @@ from .protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from .routing_headers import with_routing
 from .service import Service
 from .sse import EventStream, run_watched
 from .validation import (
@@ -66,6 +67,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     params = sampling_params(body, vocab_size=service.vocab_size)
     prompts = split_prompts(body.prompt, vocab_size=service.vocab_size, max_prompts=service.max_prompts)
     header = _header("cmpl", service)
+    options = with_routing(request_options(body), request, body.user)
     jobs: list[Job] = []
     forms: list[CompletionForm] = []
     for index, prompt in enumerate(prompts):
@@ -83,7 +85,7 @@ async def create_completion(service: Service, request: Request) -> Response:
             request_id=f"{header.id}-{index}",
             prompt_token_ids=ids,
             params=fitting,
-            options=request_options(body),
+            options=options,
             is_scoring=is_scoring(body),
         )
         jobs.append(job)
@@ -98,6 +100,7 @@ async def create_completion(service: Service, request: Request) -> Response:
             shows_prompt_logprobs=body.prompt_logprobs is not None,
         )
         forms += [form] * params.n
+    request.state.request_ids = [job.request_id for job in jobs]
     counter = UsageCounter(sum(len(job.prompt_token_ids) for job in jobs))
     if body.stream:
         pieces = await _start(service, request, jobs)
@@ -137,8 +140,9 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         # Templates write the special tokens themselves; a second one at the front would be a different prompt.
         ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens))
         ids = truncate_prompt(ids, body, params, max_model_len=service.max_model_len)
-        options = request_options(body)
+        options = with_routing(request_options(body), request, body.user)
         jobs = [Job(index=0, request_id=header.id, prompt_token_ids=ids, params=params, options=options)]
+        request.state.request_ids = [header.id]
         counter = UsageCounter(len(ids))
         if body.stream:
             pieces = await _start(service, request, jobs)

@@ -41,9 +41,7 @@ def with_routing(options: RequestOptions, request: Request, user: str | None) ->
     return replace(options, dp_rank=dp_rank, session_id=session_id)
 
 
-def explain(
-    service: Service, request: Request, request_ids: Sequence[str], response: Response
-) -> Response:
+def explain(service: Service, request: Request, request_ids: Sequence[str], response: Response) -> Response:
     """Write into the answer's headers which replicas its prompts went to, and on request why. Returns `response`."""
     decisions = [service.cluster.decision(request_id) for request_id in request_ids]
     known = [decision for decision in decisions if decision is not None]

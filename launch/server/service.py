@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...cluster.messages import ReplicaState
+from ...cluster.routing import Decision
 from ...engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from ...engine.messages import EngineStats
 from ...engine.outputs import RequestOutput
@@ -73,6 +74,10 @@ class ClusterView(Protocol):
     @property
     def stats(self) -> Mapping[int, EngineStats]:
         """The newest report of each replica."""
+        ...
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Say where a request went, and why."""
         ...
 
 

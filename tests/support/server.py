@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.messages import AdminKind, AdminResult, AdminStatus, FleetUpdate
+from phalanx.cluster.routing import Decision
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from phalanx.engine.logprobs import Logprob
@@ -148,6 +149,11 @@ class FakeCluster:
     num_ready: int = 1
     replicas: dict[int, Any] = field(default_factory=lambda: {0: None})
     stats: dict[int, EngineStats] = field(default_factory=dict)
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    any_decision: Decision | None = None
+
+    def decision(self, request_id: str) -> Decision | None:
+        return self.decisions.get(request_id, self.any_decision)
 
 
 @dataclass

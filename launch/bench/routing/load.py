@@ -90,7 +90,8 @@ def multi_turn(num_requests: int, rate: float, seed: int) -> Load:
     rng = random.Random(f"multi-turn/{seed}")
     namer = _Namer()
     systems = [namer.take(rng.randrange(8, 24)) for _ in range(8)]
-    arrivals, now, count = [], 0.0, 0
+    arrivals: list[tuple[float, SimRequest]] = []
+    now, count = 0.0, 0
     while count < num_requests:
         num_turns = min(1 + int(rng.expovariate(1 / 5)), 16)
         arrivals.append((now, _session(f"chat-{len(arrivals)}", num_turns, rng.choice(systems), namer, rng)))

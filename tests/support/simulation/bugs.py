@@ -112,9 +112,10 @@ def a_replica_that_was_lost_and_is_back_counts_as_the_same() -> Any:
     def apply(self: DpClient, update: FleetUpdate) -> None:
         was_ready = {rank for rank, known in self._replicas.items() if known.state is ReplicaState.READY}
         replicas = [
-            replica
+            self._replicas[replica.dp_rank]
+            if replica.dp_rank in was_ready and replica.state is ReplicaState.LOST
+            else replica
             for replica in update.replicas
-            if replica.dp_rank not in was_ready or replica.state is not ReplicaState.LOST
         ]
         original(self, FleetUpdate(replicas=replicas))
 

@@ -1,0 +1,150 @@
+"""How busy each replica is: own requests are counted exactly once, whatever the snapshots have seen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cluster.load_book import LoadBook, ReplicaLoad
+from phalanx.cluster.load_table import FORGET_AFTER_S
+from phalanx.engine.messages import AdmittedMark
+from support.cluster import make_stats
+
+
+def make_book(num_replicas: int = 1) -> LoadBook:
+    book = LoadBook(client_index=0, incarnation=0)
+    for rank in range(num_replicas):
+        book.join(rank, block_size=16)
+    return book
+
+
+def mark(number: int, incarnation: int = 0) -> list[AdmittedMark]:
+    return [AdmittedMark(client_index=0, incarnation=incarnation, number=number)]
+
+
+def load_of(book: LoadBook, rank: int = 0, now: float = 0.0) -> ReplicaLoad:
+    return book.loads([rank], now)[0]
+
+
+def test_a_choice_counts_at_once_and_no_longer_twice_when_the_report_has_it() -> None:
+    book = make_book()
+    book.report(make_stats(0, num_running=2, num_prefill_tokens=10, sequence=1))
+    number = book.add("a", 0, num_prompt_tokens=100, num_prefill_tokens=60)
+
+    assert (load_of(book).num_requests, load_of(book).prefill_tokens) == (3, 70)
+    book.report(make_stats(0, num_running=2, num_prefill_tokens=10, sequence=2))
+    assert (load_of(book).num_requests, load_of(book).prefill_tokens) == (3, 70)
+    book.report(
+        make_stats(0, num_waiting=1, num_running=2, num_prefill_tokens=70, sequence=3, admitted=mark(number))
+    )
+    assert (load_of(book).num_requests, load_of(book).prefill_tokens) == (3, 70)
+
+
+def test_the_mark_of_an_earlier_incarnation_says_nothing_of_our_requests() -> None:
+    book = make_book()
+    book.add("a", 0, num_prompt_tokens=100, num_prefill_tokens=60)
+    book.report(make_stats(0, admitted=mark(99, incarnation=-1)))
+
+    assert load_of(book).num_requests == 1
+
+
+def test_a_prompt_that_was_computed_after_the_report_is_not_queued_any_more() -> None:
+    book = make_book()
+    number = book.add("a", 0, num_prompt_tokens=100, num_prefill_tokens=100)
+    report = {"num_waiting": 1, "num_prefill_tokens": 130, "admitted": mark(number)}
+    book.report(make_stats(0, reported_at=1.0, sequence=1, **report))
+    book.first_token("a", 1.5)
+    book.first_token("a", 1.6)
+
+    assert load_of(book).prefill_tokens == 30
+    book.report(make_stats(0, reported_at=2.0, sequence=2, num_running=1, num_prefill_tokens=30))
+    assert load_of(book).prefill_tokens == 30
+
+
+def test_an_unknown_replica_counts_as_busy_as_the_others() -> None:
+    book = make_book(3)
+    book.report(make_stats(0, num_running=4, num_prefill_tokens=100))
+    book.report(make_stats(1, num_running=8, num_prefill_tokens=300))
+    loads = book.loads([0, 1, 2], 0.0)
+
+    assert [load.num_requests for load in loads] == [4, 8, 6]
+    assert loads[2].prefill_tokens == 200
+    assert not loads[2].is_known
+
+
+def test_a_report_that_is_too_old_is_not_believed() -> None:
+    book = make_book()
+    book.report(make_stats(0, num_running=9, reported_at=0.0))
+
+    assert load_of(book, now=FORGET_AFTER_S).num_requests == 9
+    assert load_of(book, now=FORGET_AFTER_S + 1).num_requests == 0
+
+
+def test_a_replica_that_comes_back_begins_with_nothing() -> None:
+    book = make_book()
+    book.add("a", 0, num_prompt_tokens=100, num_prefill_tokens=100)
+    book.leave(0)
+    book.join(0, block_size=16)
+
+    assert load_of(book) == ReplicaLoad(0)
+    book.finish("a", 1.0, num_output_tokens=5)
+    assert load_of(book) == ReplicaLoad(0)
+
+
+class Truth:
+    """A replica that computes one prompt after the other, told of and asked exactly."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, int] = {}
+        self.running: set[str] = set()
+        self.last_number = 0
+        self.sequence = 0
+
+
+@given(st.lists(st.sampled_from(["send", "compute", "end", "report", "abort"]), max_size=60))
+def test_with_one_front_end_the_numbers_are_exact_at_every_moment(events: list[str]) -> None:
+    book, truth, now = make_book(), Truth(), 0.0
+    book.report(make_stats(0))
+    for count, event in enumerate(events):
+        now += 1.0
+        if event == "send":
+            name = f"r{count}"
+            truth.waiting[name] = 10 + count
+            truth.last_number = book.add(name, 0, num_prompt_tokens=99, num_prefill_tokens=10 + count)
+        elif event == "compute" and truth.waiting:
+            name = next(iter(truth.waiting))
+            del truth.waiting[name]
+            truth.running.add(name)
+            book.first_token(name, now)
+        elif event == "end" and truth.running:
+            name = min(truth.running)
+            truth.running.remove(name)
+            book.finish(name, now, num_output_tokens=3)
+        elif event == "abort" and truth.waiting:
+            name = next(reversed(truth.waiting))
+            del truth.waiting[name]
+            book.finish(name, now)
+        elif event == "report":
+            truth.sequence += 1
+            book.report(
+                make_stats(
+                    0,
+                    sequence=1 + truth.sequence,
+                    reported_at=now,
+                    num_waiting=len(truth.waiting),
+                    num_running=len(truth.running),
+                    num_prefill_tokens=sum(truth.waiting.values()),
+                    admitted=mark(truth.last_number),
+                )
+            )
+        load = load_of(book, now=0.0)
+        assert load.num_own == load.num_requests == len(truth.waiting) + len(truth.running)
+        assert load.prefill_tokens == sum(truth.waiting.values())
+
+
+def test_the_mean_output_follows_what_ends() -> None:
+    book = make_book()
+    for number in range(600):
+        book.add(f"r{number}", 0, num_prompt_tokens=1, num_prefill_tokens=1)
+        book.finish(f"r{number}", 0.0, num_output_tokens=40)
+
+    assert book.mean_output_tokens == pytest.approx(40, rel=0.01)
