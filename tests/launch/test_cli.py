@@ -56,6 +56,9 @@ parallelism:
                         devices that share one replica (1)
   --dp N, --data-parallel-size N
                         replicas that share the requests (1)
+  --routing-policy NAME
+                        prefix_aware, kv_aware, least_loaded, power_of_two or round_robin
+                        (prefix_aware)
   --device NAME         auto, cpu or cuda (auto)
 
 model:
