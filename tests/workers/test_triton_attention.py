@@ -10,7 +10,7 @@ from phalanx.workers.kernels.prefill_attention import prefill_attention
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
 from support.paged_rows import PagedRows, make_paged_rows
 
-EXAMPLES = 200 if HAS_CARD else 5
+EXAMPLES = 30 if HAS_CARD else 4
 WITHOUT_SHRINKING = settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.generate])
 """The interpreter takes a second for each example, and minutes to shrink one."""
 

@@ -11,13 +11,13 @@ from phalanx.workers.kernels.kv_cache import write_kv
 from phalanx.workers.kernels.rms_norm import offset_rms_norm, rms_norm
 from phalanx.workers.kernels.silu_and_mul import silu_and_mul
 from phalanx.workers.kernels.triton_activation import gated_activation
-from phalanx.workers.kernels.triton_linear import gemv, skinny_matmul
+from phalanx.workers.kernels.triton_linear import gemv, norm_gemv, silu_gemv
 from phalanx.workers.kernels.triton_norm import add_rms_norm
 from phalanx.workers.kernels.triton_rotary import rotate_and_store
 from phalanx.workers.layers.rotary import rotate
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
 
-EXAMPLES = 200 if HAS_CARD else 25
+EXAMPLES = 30 if HAS_CARD else 10
 WITHOUT_SHRINKING = settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.generate])
 """Shrinking in the interpreter takes minutes."""
 EPSILON = 1e-6
@@ -143,16 +143,45 @@ def test_gemv(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.integers(1, 64), outputs=st.sampled_from([1, 16, 100, 300]), inputs=st.sampled_from([16, 100, 256, 600]),
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 130]), inputs=st.sampled_from([64, 100, 1100]),
+    dtype=DTYPES, has_residual=st.booleans(), is_offset=st.booleans(), has_bias=st.booleans(),
+)  # fmt: skip
+def test_gemv_of_a_norm(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    has_residual: bool,
+    is_offset: bool,
+    has_bias: bool,
+) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    residual = random(rows, inputs, dtype=dtype, seed=2) if has_residual else None
+    norm_weight = random(inputs, dtype=dtype, seed=3)
+    bias = random(outputs, dtype=dtype, seed=4) if has_bias else None
+
+    result, total = norm_gemv(x, residual, norm_weight, EPSILON, weight, bias, is_offset=is_offset)
+
+    expected_total = x if residual is None else x + residual
+    normalized = (offset_rms_norm if is_offset else rms_norm)(expected_total, norm_weight, EPSILON)
+    torch.testing.assert_close(total, expected_total, rtol=0.0, atol=0.0)
+    assert relative_error(result, _product(normalized, weight, bias)) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 130]), inputs=st.sampled_from([64, 100, 1100]),
     dtype=DTYPES, has_bias=st.booleans(),
 )  # fmt: skip
-def test_skinny_matmul(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
-    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+def test_gemv_of_a_gated_activation(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    gate_up, weight = random(rows, 2 * inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     bias = random(outputs, dtype=dtype, seed=2) if has_bias else None
 
-    result = skinny_matmul(x, weight, bias)
+    result = silu_gemv(gate_up, weight, bias)
 
-    assert relative_error(result, _product(x, weight, bias)) < tolerance(dtype)
+    assert relative_error(result, _product(silu_and_mul(gate_up), weight, bias)) < tolerance(dtype)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,8 @@ reads memory in one run; products of few rows, as in decode, take half the time 
 import torch
 import torch.nn.functional as F
 
+from .ops import is_small_product, small_product
+
 PACKED_FOR_ROWS = 8
 """The layout that oneDNN chooses for so many rows is as fast as any other for 1 to 256 rows. For 1 it is not."""
 
@@ -28,4 +30,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [rows, inputs], weight [outputs, inputs], packed or not, bias [outputs] -> [rows, outputs]."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if is_small_product(x, weight):
+        return small_product(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -15,7 +15,7 @@ from .silu_and_mul import silu_and_mul
 
 HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
 if HAS_TRITON:
-    from . import triton_activation, triton_embedding, triton_norm, triton_rotary
+    from . import triton_activation, triton_embedding, triton_linear, triton_norm, triton_rotary
 
 
 def is_fused(x: torch.Tensor) -> bool:
@@ -87,3 +87,36 @@ def rotate_and_store(
         epsilon=epsilon,
         is_offset=is_offset,
     )
+
+
+def is_small_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether x [rows, inputs] (or what it is made into) times weight [outputs, inputs] is for our own kernel."""
+    if not is_fused(weight) or not 1 <= x.shape[0] <= triton_linear.MAX_ROWS:
+        return False
+    return triton_linear.is_faster(x.shape[0], *weight.shape)
+
+
+def small_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `triton_linear.gemv`; only where `is_small_product` says so."""
+    return triton_linear.gemv(x.contiguous(), weight, bias)
+
+
+def small_product_of_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_offset: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `triton_linear.norm_gemv`; only where `is_small_product` says so."""
+    return triton_linear.norm_gemv(x, residual, norm_weight, epsilon, weight, bias, is_offset=is_offset)
+
+
+def small_product_of_silu(
+    gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See `triton_linear.silu_gemv`; only where `is_small_product` says so."""
+    return triton_linear.silu_gemv(gate_up, weight, bias)

@@ -1,11 +1,11 @@
-"""Products of a few rows with a large weight in Triton, for CUDA: what decode at small batches is made of.
+"""Products of one to four rows with a large weight in Triton, for CUDA: what decode at small batches is made of.
 
-Called by: kernels/linear.py, for the shapes where these were measured to be faster than cuBLAS. Both read each weight
-once and sum in float32, each output in one program: no atomics, and the same bits whatever runs beside it.
+Called by: kernels/ops.py and kernels/linear.py, for the shapes where this was measured to be faster than cuBLAS. A
+program multiplies a few weight rows, over their whole length, with every row of x: each weight is read once, the sum is
+float32, there are no atomics, and the bits are the same whatever runs beside it.
 
-    rows    kernel
-    1-4     `gemv`: a program multiplies a few weight rows, over their whole length, with every row of x
-    5-64    `skinny_matmul`: rows padded to 16, 32 or 64 for the matrix units; a narrow strip of outputs a program
+What makes x may be part of the kernel: the norm before a projection, or the gated activation before the last one of an
+MLP. Each program repeats that for itself, which takes less time than a kernel of its own and the gap before the next.
 """
 
 from dataclasses import dataclass
@@ -14,33 +14,42 @@ import torch
 import triton
 import triton.language as tl
 
-GEMV_MAX_ROWS = 4
-SKINNY_MAX_ROWS = 64
-_GEMV_ELEMENTS = 8192
+MAX_ROWS = 4
+_ELEMENTS = 8192
 """Sums that a program of four warps keeps in registers, 64 for each thread."""
+_PLAIN = tl.constexpr(0)
+_NORM = tl.constexpr(1)
+_SILU = tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearTuning:
-    """Layout of either kernel: outputs and inputs of one step of a program."""
+class GemvTuning:
+    """Layout of the kernel: outputs and inputs of one step of a program."""
 
     outputs: int
     inputs: int
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 3
 
 
-def gemv_tuning(rows: int, outputs: int, inputs: int) -> LinearTuning:
-    """Return the layout for x of so many rows and a weight of this size."""
-    # Enough programs to keep every multiprocessor at work, twice over; then as much of a row as registers hold.
-    strip = 8 if outputs >= 8 * 264 else 4 if outputs >= 4 * 264 else 2
-    room = _GEMV_ELEMENTS // (strip * triton.next_power_of_2(rows))
-    return LinearTuning(outputs=strip, inputs=min(room, 1024, triton.next_power_of_2(inputs)))
+def tuning_for(rows: int, outputs: int, inputs: int) -> GemvTuning:
+    """Return the layout for x of so many rows and a weight of this size, as measured best on an H200."""
+    if outputs < 2048:
+        strip = 2
+    elif inputs <= 1024:
+        strip = 4 if outputs < 65536 else 16
+    else:
+        strip = 8
+    room = _ELEMENTS // (strip * triton.next_power_of_2(rows))
+    most = 1024 if strip == 4 else 512
+    return GemvTuning(outputs=strip, inputs=min(room, most, triton.next_power_of_2(inputs)))
 
 
-def skinny_tuning(outputs: int) -> LinearTuning:
-    """Return the layout for a weight of so many outputs."""
-    return LinearTuning(outputs=16 if outputs < 32 * 132 else 32, inputs=256)
+def is_faster(rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether `gemv` was measured to be faster than cuBLAS on an H200."""
+    if rows == 1:
+        return inputs <= 1024 or outputs * inputs < 1 << 26
+    return (rows == 2 and outputs <= 4096) or (rows <= MAX_ROWS and outputs <= 2048)
 
 
 def gemv(
@@ -48,54 +57,83 @@ def gemv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tuning: LinearTuning | None = None,
+    tuning: GemvTuning | None = None,
 ) -> torch.Tensor:
     """x [1 to 4 rows, inputs], weight [outputs, inputs], both contiguous, bias [outputs] -> [rows, outputs]."""
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    assert 1 <= rows <= GEMV_MAX_ROWS
-    tuning = tuning or gemv_tuning(rows, outputs, inputs)
+    return _launch(x, weight, bias, tuning)
+
+
+def norm_gemv(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product of the normalised sum of `x` and `residual`, and the sum (`x` itself without a residual).
+
+    x, residual: [1 to 4 rows, inputs], contiguous; otherwise see `triton_norm.add_rms_norm` and `gemv`
+    """
+    total = x if residual is None else torch.empty_like(x)
+    out = _launch(
+        x,
+        weight,
+        bias,
+        None,
+        prologue=1,
+        residual=residual,
+        norm_weight=norm_weight,
+        total=total,
+        epsilon=epsilon,
+        is_offset=is_offset,
+    )
+    return out, total
+
+
+def silu_gemv(gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the product of SiLU of the first half of `gate_up` [rows, 2 * inputs] times the second half."""
+    return _launch(gate_up, weight, bias, None, prologue=2)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tuning: GemvTuning | None,
+    *,
+    prologue: int = 0,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    is_offset: bool = False,
+) -> torch.Tensor:
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    assert 1 <= rows <= MAX_ROWS
+    assert x.is_contiguous() and weight.is_contiguous()  # noqa: PT018
+    tuning = tuning or tuning_for(rows, outputs, inputs)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(outputs, tuning.outputs),)](
         x,
+        x if residual is None else residual,
+        x if norm_weight is None else norm_weight,
+        x if total is None else total,
         weight,
         weight if bias is None else bias,
         out,
         outputs,
+        epsilon,
         ROWS=rows,
         ROWS_PAD=triton.next_power_of_2(rows),
         INPUTS=inputs,
         BLOCK_OUTPUTS=tuning.outputs,
         BLOCK_INPUTS=tuning.inputs,
-        HAS_BIAS=bias is not None,
-        NUM_STAGES=tuning.num_stages,
-        num_warps=tuning.num_warps,
-    )
-    return out
-
-
-def skinny_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tuning: LinearTuning | None = None,
-) -> torch.Tensor:
-    """x [1 to 64 rows, inputs], weight [outputs, inputs], both contiguous, bias [outputs] -> [rows, outputs]."""
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    assert 1 <= rows <= SKINNY_MAX_ROWS
-    tuning = tuning or skinny_tuning(outputs)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    _skinny_kernel[(triton.cdiv(outputs, tuning.outputs),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        rows,
-        outputs,
-        ROWS_PAD=max(16, triton.next_power_of_2(rows)),
-        INPUTS=inputs,
-        BLOCK_OUTPUTS=tuning.outputs,
-        BLOCK_INPUTS=tuning.inputs,
+        PROLOGUE=prologue,
+        HAS_RESIDUAL=residual is not None,
+        IS_OFFSET=is_offset,
         HAS_BIAS=bias is not None,
         NUM_STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
@@ -106,40 +144,68 @@ def skinny_matmul(
 @triton.jit(do_not_specialize=["outputs"])
 def _gemv_kernel(
     x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    total_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     outputs,
+    epsilon,
     ROWS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     INPUTS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     column = tl.arange(0, BLOCK_INPUTS)
     row = tl.arange(0, ROWS_PAD)
-    is_output = output < outputs
+    is_output, is_row = output < outputs, (row < ROWS)[:, None]
+    dtype = out_ptr.dtype.element_ty
     weight_row_ptr = weight_ptr + output.to(tl.int64)[:, None] * INPUTS
+
+    inverse = tl.zeros([ROWS_PAD, 1], tl.float32)
+    if PROLOGUE == _NORM:
+        squares = tl.zeros([ROWS_PAD, BLOCK_INPUTS], tl.float32)
+        for start in range(0, INPUTS, BLOCK_INPUTS):
+            inner = (start + column)[None, :]
+            mask = is_row & (inner < INPUTS)
+            offsets = row[:, None] * INPUTS + inner
+            summed = _load_sum(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL)
+            squares += summed.to(tl.float32) * summed.to(tl.float32)
+            if HAS_RESIDUAL:
+                if tl.program_id(0) == 0:
+                    tl.store(total_ptr + offsets, summed, mask=mask)
+        inverse = tl.rsqrt(tl.sum(squares, 1) / INPUTS + epsilon)[:, None]
+
     # Sums of a thread's own columns; added across threads once, at the end.
     sums = tl.zeros([ROWS_PAD, BLOCK_OUTPUTS, BLOCK_INPUTS], tl.float32)
     for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=NUM_STAGES):
-        inner = start + column
-        if INPUTS % BLOCK_INPUTS == 0:
-            weight = tl.load(weight_row_ptr + inner[None, :], mask=is_output[:, None], other=0.0)
-            x = tl.load(x_ptr + row[:, None] * INPUTS + inner[None, :], mask=(row < ROWS)[:, None], other=0.0)
+        inner = (start + column)[None, :]
+        is_inner = inner < INPUTS
+        weight = tl.load(weight_row_ptr + inner, mask=is_output[:, None] & is_inner, other=0.0)
+        if PROLOGUE == _SILU:
+            offsets = row[:, None] * (2 * INPUTS) + inner
+            gate = tl.load(x_ptr + offsets, mask=is_row & is_inner, other=0.0).to(tl.float32)
+            up = tl.load(x_ptr + offsets + INPUTS, mask=is_row & is_inner, other=0.0)
+            x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(tl.float32)).to(dtype)
+        elif PROLOGUE == _NORM:
+            offsets = row[:, None] * INPUTS + inner
+            summed = _load_sum(x_ptr, residual_ptr, offsets, is_row & is_inner, HAS_RESIDUAL)
+            scale = tl.load(norm_weight_ptr + inner, mask=is_inner, other=0.0).to(tl.float32)
+            wide = summed.to(tl.float32) * inverse
+            if IS_OFFSET:
+                x = (wide * (1.0 + scale)).to(dtype)
+            else:
+                x = (scale * wide.to(dtype).to(tl.float32)).to(dtype)
         else:
-            is_inner = inner < INPUTS
-            weight = tl.load(
-                weight_row_ptr + inner[None, :], mask=is_output[:, None] & is_inner[None, :], other=0.0
-            )
-            x = tl.load(
-                x_ptr + row[:, None] * INPUTS + inner[None, :],
-                mask=(row < ROWS)[:, None] & is_inner[None, :],
-                other=0.0,
-            )
+            x = tl.load(x_ptr + row[:, None] * INPUTS + inner, mask=is_row & is_inner, other=0.0)
         sums += x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
     # [ROWS_PAD, BLOCK_OUTPUTS]
     result = tl.sum(sums, 2)
@@ -147,45 +213,16 @@ def _gemv_kernel(
         result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     tl.store(
         out_ptr + row[:, None] * outputs + output[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=(row < ROWS)[:, None] & is_output[None, :],
+        result.to(dtype),
+        mask=is_row & is_output[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["rows", "outputs"])
-def _skinny_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    rows,
-    outputs,
-    ROWS_PAD: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    column = tl.arange(0, BLOCK_INPUTS)
-    row = tl.arange(0, ROWS_PAD)
-    is_output, is_row = output < outputs, row < rows
-    weight_row_ptr = weight_ptr + output.to(tl.int64)[:, None] * INPUTS
-    sums = tl.zeros([ROWS_PAD, BLOCK_OUTPUTS], tl.float32)
-    for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=NUM_STAGES):
-        inner = start + column
-        is_weight, is_x = is_output[:, None], is_row[:, None]
-        if INPUTS % BLOCK_INPUTS != 0:
-            is_inner = (inner < INPUTS)[None, :]
-            is_weight, is_x = is_weight & is_inner, is_x & is_inner
-        weight = tl.load(weight_row_ptr + inner[None, :], mask=is_weight, other=0.0)
-        x = tl.load(x_ptr + row[:, None] * INPUTS + inner[None, :], mask=is_x, other=0.0)
-        sums = tl.dot(x, weight.T, sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out_ptr + row[:, None] * outputs + output[None, :],
-        sums.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & is_output[None, :],
-    )
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL: tl.constexpr):
+    """Load x, or the sum of x and the residual, rounded as it is stored."""
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    return x

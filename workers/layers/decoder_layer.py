@@ -57,10 +57,10 @@ class PreNormLayer(DecoderLayer):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.attention(x, angles, kv_cache, context)
-        x, residual = self.post_norm(x, residual)
-        return self.mlp(x), residual
+        qkv, residual = self.input_norm.project(x, residual, self.attention.qkv_proj)
+        x = self.attention.attend(qkv, angles, kv_cache, context)
+        gate_up, residual = self.post_norm.project(x, residual, self.mlp.gate_up_proj)
+        return self.mlp.project_down(gate_up), residual
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield from self.input_norm.shards(f"{name}.input_layernorm")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..kernels.linear import linear, pack_weight
+from ..kernels.ops import gated_silu, is_small_product, small_product_of_silu
 from ..partition import RankShare
 from ..span import Span
 from ..tp_group import TensorParallelGroup
@@ -128,9 +129,19 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # One rank adds the bias, or the sum would hold it once for each.
-        bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(linear(x, self.weight, bias))
+        return self.group.all_reduce(linear(x, self.weight, self.own_bias))
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """What this rank adds of the bias: one does, or the sum would hold it once for each."""
+        return self.bias if self.group.rank == 0 else None
+
+    def project_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Project SiLU of the gate times up, [num_tokens, 2 * span.size], in one kernel where there are few rows."""
+        if is_small_product(gate_up, self.weight):
+            return self.group.all_reduce(small_product_of_silu(gate_up, self.weight, self.own_bias))
+        result: torch.Tensor = self(gated_silu(gate_up))
+        return result
 
     def pack(self) -> None:
         """As ColumnParallelLinear."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
-from ..transformer_config import TransformerConfig
+from ..transformer_config import Activation, TransformerConfig
 from .activation import GatedActivation
 from .linear import MergedColumnParallelLinear, RowParallelLinear
 from .shard import TensorShard
@@ -30,6 +30,7 @@ class GatedMLP(nn.Module):
             config.hidden_size, config.intermediate_size, partition.own, bias=bias, dtype=dtype
         )
         self.activation = GatedActivation(config.hidden_act)
+        self.has_silu = config.hidden_act is Activation.SILU
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
             config.hidden_size,
@@ -40,7 +41,14 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        return self.project_down(self.gate_up_proj(x))
+
+    def project_down(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """What follows `gate_up_proj`."""
+        if self.has_silu:
+            return self.down_proj.project_silu(gate_up)
+        result: torch.Tensor = self.down_proj(self.activation(gate_up))
+        return result
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield from self.gate_up_proj.shards(name)

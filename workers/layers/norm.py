@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..kernels.ops import add_rms_norm
+from ..kernels.ops import add_rms_norm, is_small_product, small_product_of_norm
 from ..kernels.rms_norm import offset_rms_norm, rms_norm
+from .linear import ColumnParallelLinear
 from .shard import TensorShard, whole_tensor
 
 
@@ -27,6 +28,23 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `residual` to `x`, and return the normalised sum and the sum."""
         return add_rms_norm(x, residual, self.weight, self.epsilon, is_offset=self.is_offset)
+
+    def project(
+        self, x: torch.Tensor, residual: torch.Tensor | None, projection: ColumnParallelLinear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the projection of the normalised sum, and the sum; one kernel where there are few rows."""
+        if is_small_product(x, projection.weight):
+            return small_product_of_norm(
+                x,
+                residual,
+                self.weight,
+                self.epsilon,
+                projection.weight,
+                projection.bias,
+                is_offset=self.is_offset,
+            )
+        normalized, total = self(x, residual)
+        return projection(normalized), total
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> the same."""

@@ -78,13 +78,24 @@ class SelfAttention(nn.Module):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> torch.Tensor:
+        return self.attend(self.qkv_proj(x), angles, kv_cache, context)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: LayerKVCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """What follows `qkv_proj`."""
         # [num_tokens, heads, head_size]
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))
+        qkv = qkv.unflatten(-1, (-1, self.head_size))
         if is_fused(qkv):
             output = self._attend_fused(qkv, angles, kv_cache, context)
         else:
             output = self._attend_plain(qkv, angles, kv_cache, context)
-        return self.o_proj(output.flatten(1))
+        result: torch.Tensor = self.o_proj(output.flatten(1))
+        return result
 
     def _attend_fused(
         self,
