@@ -54,6 +54,12 @@ def test_ignore_eos_leaves_no_end_tokens_and_a_given_seed_stays(inputs):
         ([1] * 31, {"max_tokens": 2}, "max_tokens"),
         ([1] * 30, {"max_tokens": None, "min_tokens": 3}, "min_tokens"),
         ([1], {"stop_token_ids": (400,)}, "stop_token_ids"),
+        ([1], {"logit_bias": {400: 1.0}}, "logit_bias"),
+        ([1], {"allowed_token_ids": (3, 400)}, "allowed_token_ids"),
+        ([1], {"bad_words_token_ids": ((3,), (3, 400))}, "bad_words_token_ids"),
+        ([1], {"logprobs": 21}, "logprobs"),
+        ([1], {"logprobs": -1}, "logprobs"),
+        ([1], {"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
 def test_a_request_that_cannot_be_served_names_its_field(inputs, prompt, params, field):
@@ -91,3 +97,36 @@ def test_full_blocks_are_hashed_once_the_block_size_is_known_and_apart_for_each_
         assert request.block_hashes == expected
     assert len(plain.block_hashes) == 2
     assert not set(plain.block_hashes) & set(salted.block_hashes)
+
+
+def test_bad_words_are_spelled_as_they_stand_and_after_a_space(inputs):
+    params = SamplingParams(bad_words=("world", "Hello", "q"), n=2)
+
+    request = inputs.process("r", [1], params).core_request
+
+    words = request.sampling_params.bad_words_token_ids
+    assert tuple(inputs.tokenizer.encode("world")) in words
+    assert {inputs.tokenizer.decode(word) for word in words} <= {
+        "world",
+        " world",
+        "Hello",
+        " Hello",
+        "q",
+        " q",
+    }
+    spaced = inputs.tokenizer.encode(" world")
+    assert (tuple(spaced) in words) is (len(spaced) == len(inputs.tokenizer.encode("world")))
+    assert request.sampling_params.n == 2
+
+
+def test_ids_beyond_the_tokenizer_are_padding_and_the_models_end_tokens_are_not(inputs):
+    def limit(vocab_size, eos_token_ids):
+        processor = InputProcessor(
+            inputs.tokenizer, eos_token_ids=eos_token_ids, max_model_len=32, vocab_size=vocab_size
+        )
+        return processor.process("r", [1], SamplingParams()).core_request.vocab_limit
+
+    size = inputs.tokenizer.vocab_size
+    assert limit(size, [2]) is None
+    assert limit(size + 50, [2]) == size
+    assert limit(size + 50, [2, size + 9]) == size + 10

@@ -12,6 +12,7 @@ import pytest
 from phalanx import LLM, AsyncLLM, SamplingParams
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.messages import FinishReason
+from phalanx.workers.sampling_params import StructuredOutputs
 from support.tiny_models import write_tiny_llama
 
 PROMPTS = [[(7 * i + j * j) % 380 + 3 for j in range(3 + 5 * i)] for i in range(6)]
@@ -176,3 +177,60 @@ def test_a_plain_script_without_main_guard_works_with_several_ranks(model, tmp_p
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2\n"
+
+
+MIXED = [
+    SamplingParams(
+        temperature=0.9, seed=1, max_tokens=12, ignore_eos=True, frequency_penalty=0.9, logprobs=1
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, repetition_penalty=1.4, presence_penalty=1.0
+    ),
+    SamplingParams(
+        temperature=1.1,
+        seed=2,
+        max_tokens=12,
+        ignore_eos=True,
+        bad_words_token_ids=((9,), (10, 11)),
+        top_k=30,
+    ),
+    SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=12, min_p=0.05, top_p=0.8, min_tokens=12),
+    SamplingParams(
+        temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=tuple(range(40, 60))
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 1, "num_blocks": 60, "max_num_batched_tokens": 7, "max_num_seqs": 3},
+        # Too few blocks for all: requests are preempted with output, and their counts are made anew.
+        {"block_size": 4, "num_blocks": 14},
+    ],
+)
+def test_what_a_request_says_depends_on_itself_alone(llm, model, options):
+    alone = [llm.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+    with LLM(model, device="cpu", num_threads=1, **{"num_blocks": 64, **options}) as other:
+        together = other.generate(PROMPTS, MIXED)
+
+    for index, (first, second) in enumerate(zip(alone, together, strict=True)):
+        if MIXED[index].seed is not None or MIXED[index].is_greedy:
+            assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert set(together[5].outputs[0].token_ids) <= set(range(40, 60))
+    assert 9 not in together[2].outputs[0].token_ids
+
+
+def test_a_grammar_and_allowed_tokens_that_leave_nothing_end_the_request_and_name_both(model):
+    form = StructuredOutputs(choice=("yes",))
+
+    # One of its own: the threads that compile grammars end with it.
+    with LLM(model, device="cpu", num_blocks=16, num_threads=1) as llm:
+        with pytest.raises(
+            InvalidRequestError, match=r"allowed_token_ids: the grammar of structured_outputs"
+        ):
+            llm.generate([5, 6], SamplingParams(structured_outputs=form, allowed_token_ids=(0,)))
+
+        assert llm.generate([5, 6], SamplingParams(structured_outputs=form))[0].outputs[0].text == "yes"
