@@ -14,6 +14,7 @@ from ...shm.errors import ConfigError, ServingError
 from ...shm.exit_codes import ExitCode
 from . import executor, failover, latency, multi_gpu, ring, scheduler, serve, startup, throughput, torture
 from .report import PROGRAM, ReportWriter
+from .routing import command as routing
 
 BENCHMARKS: tuple[ModuleType, ...] = (
     serve,
@@ -26,6 +27,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     executor,
     scheduler,
     multi_gpu,
+    routing,
 )
 
 

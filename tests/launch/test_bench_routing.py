@@ -1,0 +1,94 @@
+"""The routing benchmark: its replicas keep their books, and the default policy is the best where it should be."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from phalanx.launch.bench.errors import BenchError
+from phalanx.launch.bench.routing import command
+from phalanx.launch.bench.routing.load import MADE_UP, Load, from_trace, turns
+from phalanx.launch.bench.routing.simulation import Cluster, simulate
+from phalanx.launch.bench.traces import SHAPES, synthesize_trace
+
+SERVICE = command.make_service((6000, 32, 12, 0.033), 600_000)
+
+
+def make_cluster(dp: int = 4, front_ends: int = 1, delay_s: float = 0.0, kv_tokens: int = 600_000) -> Cluster:
+    service = dataclasses.replace(SERVICE, capacity_tokens=kv_tokens)
+    return Cluster(
+        data_parallel_size=dp, service=service, num_front_ends=front_ends, snapshot_delay_s=delay_s
+    )
+
+
+def made_up(name: str, num_requests: int = 600, dp: int = 4) -> Load:
+    return MADE_UP[name](num_requests, command.RATES[name] * dp, 1)
+
+
+@pytest.mark.parametrize("policy", command.POLICIES)
+@pytest.mark.parametrize("name", ["multi-turn", "heavy-tail"])
+def test_every_request_gets_all_its_tokens_under_every_policy(name: str, policy: str) -> None:
+    # So little memory that requests are preempted.
+    cluster, load = make_cluster(2, front_ends=2, delay_s=0.2, kv_tokens=70_000), made_up(name, 150, 2)
+
+    outcome = simulate(load, cluster, command.router_maker(policy, cluster, load.block_tokens))
+
+    assert len(outcome.jobs) == load.num_requests
+    for job in outcome.jobs:
+        assert job.arrived_at < job.first_token_at <= job.finished_at
+        assert job.done_tokens == job.request.num_output_tokens
+    expected = sum(job.request.num_output_tokens for job in outcome.jobs)
+    computed = sum(job.request.num_prompt_tokens for job in outcome.jobs) - outcome.hit_tokens
+    if outcome.num_preemptions == 0:
+        assert sum(outcome.replica_tokens) == expected + computed
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    runs = [command.measure(made_up("multi-turn", 200), "prefix_aware", make_cluster()) for _ in range(2)]
+
+    assert len({run.ttft_p99_s for run in runs}) == 1
+    assert len({run.hit_rate for run in runs}) == 1
+
+
+def test_turns_of_a_session_begin_with_all_that_was_said() -> None:
+    _, first = made_up("multi-turn", 100).arrivals[0]
+    chain = list(turns(first))
+
+    for earlier, later in itertools.pairwise(chain):
+        assert later.keys[: len(earlier.keys)] == earlier.keys
+
+
+@pytest.mark.parametrize("name", ["multi-turn", "shared-prefix"])
+def test_with_reuse_the_default_finds_prefixes_and_beats_policies_that_look_at_load_only(name: str) -> None:
+    load, cluster = made_up(name), make_cluster()
+    ours, kv_aware, round_robin = (
+        command.measure(load, policy, cluster) for policy in ("prefix_aware", "kv_aware", "round_robin")
+    )
+
+    assert ours.hit_rate > max(kv_aware.hit_rate, round_robin.hit_rate) + 0.1
+    assert ours.ttft_p99_s < min(kv_aware.ttft_p99_s, round_robin.ttft_p99_s)
+
+
+@pytest.mark.parametrize("name", ["no-reuse", "heavy-tail", "burst"])
+def test_without_reuse_the_default_is_as_good_as_the_best_that_looks_at_load_only(name: str) -> None:
+    load, cluster = made_up(name), make_cluster()
+    ours = command.measure(load, "prefix_aware", cluster)
+    others = [
+        command.measure(load, policy, cluster).ttft_p99_s
+        for policy in ("kv_aware", "least_loaded", "round_robin", "power_of_two")
+    ]
+
+    assert ours.ttft_p99_s <= 1.05 * min(others)
+
+
+def test_a_trace_is_brought_to_the_rate_that_is_wanted() -> None:
+    trace = synthesize_trace(SHAPES["mooncake-conversation"], 300, 0)
+    load = from_trace("trace", trace, 30.0)
+
+    assert load.arrivals[-1][0] == pytest.approx(10.0)
+    assert load.num_requests == 300
+
+
+def test_unknown_names_are_refused_with_those_that_are_known() -> None:
+    with pytest.raises(BenchError, match=r"--policies: 'best' is none of prefix_aware"):
+        command._known(("best",), command.POLICIES, "--policies")
