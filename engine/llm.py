@@ -60,12 +60,12 @@ class LLM:
         config = make_engine_config(
             model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, device=device, **overrides
         )
-        if _is_in_process(config):
+        executor = _create_executor(config)
+        report = executor.start()
+        if _is_in_process(config) and report.ranks[0].device == "cpu":
             # A step is computed where it is submitted: to plan ahead would only waste the step after each end.
             scheduler = dataclasses.replace(config.scheduler, max_steps_in_flight=1)
             config = dataclasses.replace(config, scheduler=scheduler)
-        executor = _create_executor(config)
-        report = executor.start()
         try:
             core = EngineCore(config, executor, report)
             self._inputs = InputProcessor.from_model(

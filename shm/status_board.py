@@ -53,6 +53,7 @@ class Phase(StrEnum):
     """Waits for the grammar masks of its step."""
     PAUSED = "paused"
     """Makes no steps until it is told to."""
+    GRAPHS = "CUDA graphs"
 
     @classmethod
     def named(cls, name: str) -> "Phase":

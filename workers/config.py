@@ -59,6 +59,8 @@ class ModelConfig:
     is built."""
     dtype: DType = DType.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
+    enforce_eager: bool = False
+    """Record no CUDA graphs: every step launches its kernels one by one. Slower; for debugging, and for memory."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens. None: what the model was trained for."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS

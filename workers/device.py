@@ -63,3 +63,10 @@ def resolve_dtype(model: ModelConfig, config: TransformerConfig, device: torch.d
     if name not in _DTYPES:
         raise ConfigError("model.dtype", f"the checkpoint's type {name} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def resolve_max_model_len(model: ModelConfig, transformer: TransformerConfig) -> int:
+    """Longest request in tokens: the setting, or what the model was trained for, whichever is less."""
+    if model.max_model_len is None:
+        return transformer.max_position_embeddings
+    return min(model.max_model_len, transformer.max_position_embeddings)

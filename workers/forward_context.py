@@ -92,6 +92,16 @@ class StepRows:
     block_size: int
 
 
+def slot_mapping(rows: StepRows) -> Ints:
+    """The flat cache position of each new token in each KV cache group: [num_kv_groups, num_tokens]."""
+    starts = np.cumsum(rows.query_lens) - rows.query_lens
+    row_of_token = np.repeat(np.arange(len(rows.query_lens)), rows.query_lens)
+    positions = (rows.kv_lens - rows.query_lens - starts)[row_of_token] + np.arange(len(row_of_token))
+    return np.stack(
+        [_slots_of(table, rows.block_size, row_of_token, positions) for table in rows.block_tables]
+    )
+
+
 def build_forward_context(
     rows: StepRows, *, windows: Sequence[int | None] = (None,), dtype: torch.dtype, device: torch.device
 ) -> ForwardContext:
@@ -100,13 +110,7 @@ def build_forward_context(
     windows: of the KV cache groups
     """
     starts = np.cumsum(rows.query_lens) - rows.query_lens
-    total = int(rows.query_lens.sum())
-    row_of_token = np.repeat(np.arange(len(rows.query_lens)), rows.query_lens)
-    positions = (rows.kv_lens - rows.query_lens - starts)[row_of_token] + np.arange(total)
-    slot_mappings = [
-        torch.from_numpy(_slots_of(table, rows.block_size, row_of_token, positions)).to(device)
-        for table in rows.block_tables
-    ]
+    slot_mappings = [torch.from_numpy(slots).to(device) for slots in slot_mapping(rows)]
     longest = int(rows.kv_lens.max(initial=0))
     # By the window that counts: one that is longer than every row hides nothing.
     tables_of_reach: dict[int, list[int]] = defaultdict(list)

@@ -1,8 +1,9 @@
 """InputBatch: the requests that a rank holds, as rows of arrays on the host.
 
 Called by: the model runner, once per step. One owner, one thread, in a worker process; every rank of a replica
-holds the same rows. Running requests arrive as differences, so the rows keep each request's tokens (the sampled
-ones are appended here, by the worker itself) and its block table.
+holds the same rows. Running requests arrive as differences, so the rows keep each request's tokens and its block
+table. A step is laid out before the one ahead of it is back, so the host does not know what was sampled: such a token
+stands here as `ON_DEVICE` until it is known, and is in `DeviceRows.last_tokens`. Only a row's last token can be one.
 
 Invariant: num_computed_tokens <= num_tokens of every row; a row's number does not change while it is held. A
 difference that does not fit what is held means that scheduler and worker have lost step: RuntimeError, which ends
@@ -11,6 +12,7 @@ the replica.
 
 import heapq
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +20,17 @@ import numpy.typing as npt
 import torch
 
 from .config import LogprobsMode
+from .device_rows import DeviceRows
 from .forward_context import StepRows
 from .messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from .prompt_logprobs import PromptChunk
 from .sampling_batch import SamplingBatch
-from .sampling_rows import GrammarWords, SamplingRows
+from .sampling_rows import GrammarWords, SamplingRows, is_plain
 
 Ints = npt.NDArray[np.int64]
+
+ON_DEVICE = -1
+"""In place of a token id: sampled, and known on the device alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +38,17 @@ class StepInput:
     """One step on the host. Rows stand in the order of their tokens; all int64.
 
     request_ids, row_index: [num_rows]
-    token_ids, positions:   [num_tokens]
+    places:                 [num_rows] where each stands in the scheduler's order
+    row_of_token:           [num_tokens] which of row_index
+    token_ids, positions:   [num_tokens]; a token id may be ON_DEVICE
     sampling_rows:          [num_sampling] which of the step's rows sample
     last_token_index:       [num_sampling] where their last token stands among the step's tokens
     """
 
     request_ids: list[str]
     row_index: Ints
+    places: Ints
+    row_of_token: Ints
     token_ids: Ints
     positions: Ints
     rows: StepRows
@@ -46,8 +56,40 @@ class StepInput:
     last_token_index: Ints
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Where the tokens of a step go when they are known. All [n] int64.
+
+    rows, places: in the rows' tokens; -1 as a place: nowhere
+    holders:      who held the rows: they may be others' by then
+    """
+
+    rows: Ints
+    places: Ints
+    holders: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """A step in which every row has one new token, sampled before, and is drawn plainly. Arrays [num_rows] int64.
+
+    sample_positions: output tokens that each has; new_blocks: see `DeviceRows.take_decode_blocks`
+    """
+
+    request_ids: list[str]
+    row_index: Ints
+    positions: Ints
+    sample_positions: Ints
+    new_blocks: Ints
+    sampled: SampledTokens
+
+
 class InputBatch:
-    """Rows of the running batch. See the module."""
+    """Rows of the running batch. See the module.
+
+    is_paged: attention reads block tables on the device, so they are kept there too, and rows with one new token stand
+              first in a step
+    """
 
     def __init__(
         self,
@@ -59,8 +101,10 @@ class InputBatch:
         device: torch.device,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         num_kv_groups: int = 1,
+        is_paged: bool = False,
     ) -> None:
         self._block_size = block_size
+        self._is_paged = is_paged
         self.sampling = SamplingRows(
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, logprobs_mode=logprobs_mode
         )
@@ -69,11 +113,23 @@ class InputBatch:
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 2), dtype=np.int32)
         # A table of each KV cache group; all have the same number of entries for a row.
         max_blocks = -(-(max_model_len + 2) // block_size)
+        self.on_device = DeviceRows(
+            max_num_seqs=max_num_seqs,
+            num_kv_groups=num_kv_groups if is_paged else 0,
+            max_blocks=max_blocks,
+            device=device,
+        )
+        """The rows' last tokens, and what else the device must hold of them."""
         self._blocks = np.zeros((num_kv_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
+        # The row's last token was sampled here, so the device has it.
+        self._has_sampled = np.zeros(max_num_seqs, dtype=np.bool_)
+        # How many requests have held the row.
+        self._holders = np.zeros(max_num_seqs, dtype=np.int64)
         # Rows that want log-probabilities of their prompt: how many likeliest tokens, and where padding begins.
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._vocab_size = vocab_size
@@ -100,6 +156,7 @@ class InputBatch:
                 dropped.append(row)
         for new in scheduler_output.new_requests:
             self._add(new)
+        self._send_sampling(scheduler_output.new_requests)
         for request_id, block_ids in scheduler_output.new_block_ids.items():
             self._extend(request_id, block_ids)
         for request_id, state in scheduler_output.row_states.items():
@@ -118,6 +175,11 @@ class InputBatch:
         request_ids = list(num_scheduled_tokens)
         row_index = np.array([self._row_of(request_id) for request_id in request_ids], dtype=np.int64)
         query_lens = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(request_ids))
+        places = np.arange(len(request_ids))
+        if self._is_paged:
+            places = np.argsort(query_lens > 1, kind="stable")
+            request_ids = [request_ids[place] for place in places.tolist()]
+            row_index, query_lens = row_index[places], query_lens[places]
         computed = self._num_computed[row_index]
         kv_lens = computed + query_lens
         if (query_lens < 1).any() or (kv_lens > self._num_tokens[row_index]).any():
@@ -134,6 +196,8 @@ class InputBatch:
         return StepInput(
             request_ids=request_ids,
             row_index=row_index,
+            places=places,
+            row_of_token=row_of_token,
             token_ids=self._token_ids[row_index[row_of_token], positions].astype(np.int64),
             positions=positions,
             rows=StepRows(
@@ -144,6 +208,42 @@ class InputBatch:
             ),
             sampling_rows=sampling_rows,
             last_token_index=(ends - 1)[sampling_rows],
+        )
+
+    def take_decode_rows(self, scheduler_output: SchedulerOutput) -> DecodeRows | None:
+        """Return the step as rows of one token each, and count it as computed; None when it is not such a step.
+
+        Nothing has changed when None is returned. Raises RuntimeError when a row has no block for its token.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        num_rows = len(scheduled)
+        if scheduler_output.needs_masks or sum(scheduled.values()) != num_rows:
+            return None
+        row_index = np.fromiter(map(self._row_of, scheduled), dtype=np.int64, count=num_rows)
+        positions = self._num_computed[row_index]
+        kv_lens = positions + 1
+        # A prompt's token, or one that the row brought along, is on the host alone; after the last one none is drawn.
+        is_taken = self._has_sampled[row_index] & self._is_plain[row_index]
+        is_taken &= kv_lens == self._num_tokens[row_index]
+        if not is_taken.all() or (kv_lens >= self._token_ids.shape[1]).any():
+            return None
+        if (kv_lens > self._num_blocks[row_index] * self._block_size).any():
+            raise RuntimeError("the step schedules tokens for which its requests have no blocks")
+        entries = positions // self._block_size
+        new_blocks = self.on_device.take_decode_blocks(row_index, entries)
+        if new_blocks is None:
+            self.on_device.send_blocks()
+            new_blocks = np.full((self._blocks.shape[0], num_rows), -1, dtype=np.int64)
+        self._num_computed[row_index] = kv_lens
+        self._token_ids[row_index, kv_lens] = ON_DEVICE
+        self._num_tokens[row_index] += 1
+        return DecodeRows(
+            request_ids=list(scheduled),
+            row_index=row_index,
+            positions=positions,
+            sample_positions=kv_lens - self._num_prompt[row_index],
+            new_blocks=new_blocks,
+            sampled=SampledTokens(rows=row_index, places=kv_lens, holders=self._holders[row_index]),
         )
 
     def sampling_batch(self, step: StepInput, masks: GrammarMasks | None = None) -> SamplingBatch:
@@ -187,18 +287,25 @@ class InputBatch:
                 del self._prompt_logprobs[row]
         return chunks
 
-    def finish_step(self, step: StepInput, sampled_token_ids: Ints) -> None:
-        """Count the step's tokens as computed, and append what was sampled.
-
-        sampled_token_ids: [num_sampling], in the order of `step.sampling_rows`
-        """
+    def finish_step(self, step: StepInput) -> SampledTokens:
+        """Count the step's tokens as computed, and give the rows that sample one more: what it is, is on the device."""
         self._num_computed[step.row_index] = step.rows.kv_lens
         rows = step.row_index[step.sampling_rows]
         # A request whose last token came while this step was under way is at the limit; what it sampled is dropped.
-        has_room = self._num_tokens[rows] < self._token_ids.shape[1]
-        rows, sampled_token_ids = rows[has_room], sampled_token_ids[has_room]
-        self._token_ids[rows, self._num_tokens[rows]] = sampled_token_ids
-        self._num_tokens[rows] += 1
+        places = np.where(self._num_tokens[rows] < self._token_ids.shape[1], self._num_tokens[rows], -1)
+        sampled = SampledTokens(rows=rows, places=places, holders=self._holders[rows])
+        self._write(sampled, np.full(len(rows), ON_DEVICE, dtype=np.int64))
+        self._num_tokens[rows] += places >= 0
+        self._has_sampled[rows] = True
+        return sampled
+
+    def learn(self, sampled: SampledTokens, token_ids: Ints) -> None:
+        """Take over tokens of a step that is back. Rows that are other requests' by now are left alone."""
+        self._write(sampled, token_ids)
+
+    def _write(self, sampled: SampledTokens, token_ids: Ints) -> None:
+        is_held = (self._holders[sampled.rows] == sampled.holders) & (sampled.places >= 0)
+        self._token_ids[sampled.rows[is_held], sampled.places[is_held]] = token_ids[is_held]
 
     def _add(self, new: NewRequest) -> None:
         if new.request_id in self._rows:
@@ -216,6 +323,9 @@ class InputBatch:
         self._num_tokens[row] = num_tokens
         self._num_computed[row] = new.num_computed_tokens
         self._num_prompt[row] = new.num_prompt_tokens
+        self._has_sampled[row] = False
+        self._holders[row] += 1
+        self._is_plain[row] = is_plain(new.sampling_params)
         self.sampling.add(row, new)
         wanted = new.sampling_params.prompt_logprobs
         # A request that has output has told of its prompt in an earlier life.
@@ -235,6 +345,8 @@ class InputBatch:
         if stop > max_blocks:
             raise RuntimeError(f"request {request_id} with {stop} blocks is longer than a row")
         self._blocks[:, row, start:stop] = added.T
+        if self._is_paged:
+            self.on_device.add_blocks(row, start, added.T.astype(np.int64))
         self._num_blocks[row] = stop
 
     def _check_row(self, request_id: str, state: RowState) -> None:
@@ -251,6 +363,15 @@ class InputBatch:
         if expected.shape != held.shape or ((expected != held) & (expected != 0)).any():
             raise RuntimeError(
                 f"request {request_id} has the blocks {expected.tolist()} to the scheduler, and {held.tolist()} here"
+            )
+
+    def _send_sampling(self, added: Sequence[NewRequest]) -> None:
+        if self._is_paged:
+            self.on_device.set_sampling(
+                [self._rows[new.request_id] for new in added],
+                [new.sampling_params.temperature for new in added],
+                [new.seed for new in added],
+                [min(new.vocab_limit or self._vocab_size, self._vocab_size) for new in added],
             )
 
     def _row_of(self, request_id: str) -> int:

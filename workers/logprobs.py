@@ -79,6 +79,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def is_done(self) -> bool:
+        """True when `wait` returns at once."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> list[torch.Tensor]:
         """Return the tensors on the host, in their order."""
         if self._event is not None:
@@ -95,6 +100,11 @@ class StepCopy:
         self._groups = groups
         parts = [part for table in tables for part in (table.token_ids, table.values, table.ranks)]
         self._copy = HostCopy([token_ids, *parts])
+
+    @property
+    def is_done(self) -> bool:
+        """True when `wait` returns at once."""
+        return self._copy.is_done
 
     def wait(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], dict[int, LogprobTable]]:
         """Return the tokens, [rows] int64, and the log-probabilities by row."""

@@ -1,24 +1,32 @@
 """ModelRunner: SchedulerOutput -> tensors -> forward -> sampled tokens.
 
 Called by: the Worker, once per step, on its main thread. All ranks of a replica run the same steps on the same
-rows, sample from bit-equal logits or each from its part of them, and hence append the same tokens, without telling
+rows, sample from bit-equal logits or each from its part of them, and hence choose the same tokens, without telling
 each other.
+
+A step is launched by `begin` and waited for later: sampled tokens stay on the device, where the next step finds them.
+Two ways lead through the model:
+
+    decode graph   every row has one new token and is drawn plainly: one copy in, one CUDA graph, one copy out
+    eager          everything else, and wherever there are no graphs: prompts, mixed steps, filters, masks
 """
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from .config import LogprobsMode
-from .forward_context import build_forward_context
-from .input_batch import InputBatch, StepInput
+from .cuda_graphs import DecodeGraphs
+from .decode_step import DecodeStep
+from .input_batch import DecodeRows, InputBatch, SampledTokens, StepInput
 from .layers.attention import LayerKVCache
-from .logprobs import StepCopy
+from .logprobs import HostCopy, StepCopy
 from .messages import GrammarMasks, LogprobTable, ModelRunnerOutput, SchedulerOutput
 from .models.causal_lm import CausalLM
 from .prompt_logprobs import PromptLogprobs
 from .sampler import sample
+from .step_in_flight import FinishedStep, LaunchedStep, StepInFlight
+from .step_tensors import make_step_tensors
 from .vocab_columns import WHOLE, VocabColumns, VocabShard
 
 
@@ -31,6 +39,7 @@ class ModelRunner:
     """Runs steps of one rank's model over its KV cache.
 
     windows:  of the KV cache groups
+    is_paged: attention reads block tables, on the device
     on_phase: told "input", "forward" and "sampling" as each begins
     """
 
@@ -44,6 +53,7 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         on_phase: Callable[[str], None],
+        is_paged: bool = False,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._model = model
@@ -52,17 +62,30 @@ class ModelRunner:
         self._windows = windows
         self._dtype = dtype
         self._device = device
+        self._is_paged = is_paged
         self._on_phase = on_phase
         head = model.head
         self._shard = VocabShard(head.group, head.span, head.vocab_size) if head.group.size > 1 else None
         self._prompt_logprobs = PromptLogprobs(
             model.compute_logits, vocab_size=model.config.vocab_size, mode=logprobs_mode
         )
+        self._decode: DecodeStep | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, decode: DecodeStep, graphs: DecodeGraphs) -> None:
+        """Compute decode steps by `graphs`, which are recorded, of `decode`."""
+        self._decode, self._graphs = decode, graphs
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
     ) -> ModelRunnerOutput:
-        """Compute one step.
+        """Compute one step: `begin(...).wait()`."""
+        return self.begin(scheduler_output, receive_masks).wait()
+
+    def begin(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
+    ) -> StepInFlight:
+        """Launch one step. On a GPU this returns before it is computed.
 
         receive_masks: waits for the grammar masks, once the logits are under way; called exactly when the step
                        `needs_masks`, so that all ranks take in the same messages
@@ -72,64 +95,105 @@ class ModelRunner:
         for row in self._batch.update(scheduler_output):
             self._prompt_logprobs.drop(row)
         if not scheduler_output.num_scheduled_tokens:
-            return ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
+            return FinishedStep(
+                ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
+            )
+        if self._graphs is not None:
+            size = self._graphs.size_for(len(scheduler_output.num_scheduled_tokens))
+            rows = None if size is None else self._batch.take_decode_rows(scheduler_output)
+            if size is not None and rows is not None:
+                return self._replay(scheduler_output.step, size, rows)
+        return self._run_eager(scheduler_output, receive_masks)
+
+    def _replay(self, step: int, size: int, rows: DecodeRows) -> StepInFlight:
+        assert self._decode is not None
+        assert self._graphs is not None
+        self._decode.load(size, rows.row_index, rows.positions, rows.sample_positions, rows.new_blocks)
+        self._on_phase("forward")
+        tokens = self._graphs.replay(size)
+        copy = HostCopy([tokens[: len(rows.request_ids)]])
+
+        def finish() -> ModelRunnerOutput:
+            (token_ids,) = copy.wait()
+            self._batch.learn(rows.sampled, token_ids.numpy())
+            return ModelRunnerOutput(
+                step=step, request_ids=rows.request_ids, sampled_token_ids=token_ids.tolist()
+            )
+
+        return LaunchedStep(copy, finish)
+
+    def _run_eager(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> StepInFlight:
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
-        hidden = self._forward(step)
+        tensors = make_step_tensors(
+            step,
+            self._batch.on_device,
+            windows=self._windows,
+            dtype=self._dtype,
+            device=self._device,
+            is_paged=self._is_paged,
+        )
+        self._on_phase("forward")
+        hidden: torch.Tensor = self._model(
+            tensors.token_ids, tensors.positions, self._kv_caches, tensors.context
+        )
         for chunk in self._batch.prompt_chunks(step):
             self._prompt_logprobs.add(chunk, hidden)
-        sampled, logprobs = self._sample(
-            step, hidden, receive_masks if scheduler_output.needs_masks else None
+        copy = None
+        # No rank enters the head when no row samples: all see the same step.
+        if step.sampling_rows.size > 0:
+            self._on_phase("sampling")
+            last_hidden = hidden.index_select(0, tensors.last_token_index)
+            columns: VocabColumns = WHOLE
+            if self._shard is None or self._batch.needs_whole_rows(step):
+                logits = self._model.compute_logits(last_hidden)
+            else:
+                columns = self._shard
+                logits = self._shard.fill(self._model.compute_own_logits(last_hidden))
+            masks = None
+            if scheduler_output.needs_masks:
+                masks = receive_masks()
+                self._on_phase("sampling")
+            sampling = self._batch.sampling_batch(step, masks)
+            sampled = sample(logits, sampling, columns)
+            self._batch.sampling.append(sampled.token_ids)
+            self._batch.on_device.last_tokens.index_copy_(0, tensors.sampling_row_index, sampled.token_ids)
+            copy = StepCopy(sampled.token_ids, sampling.logprobs, sampled.logprobs)
+        return self._await_copy(scheduler_output.step, step, self._batch.finish_step(step), copy)
+
+    def _await_copy(
+        self, number: int, step: StepInput, sampled: SampledTokens, copy: StepCopy | None
+    ) -> StepInFlight:
+        # In the scheduler's order, whatever the order on the device.
+        order = sorted(
+            range(step.sampling_rows.size), key=step.places[step.sampling_rows].tolist().__getitem__
         )
-        self._batch.finish_step(step, sampled)
         request_ids = [step.request_ids[row] for row in step.sampling_rows.tolist()]
         rows = step.row_index[step.sampling_rows].tolist()
+        # Taken now: with the next step a row may be another request's.
         prompt_tables = {
             request_id: table
             for request_id, row in zip(request_ids, rows, strict=True)
             if (table := self._prompt_logprobs.take(row)) is not None
         }
-        return ModelRunnerOutput(
-            step=scheduler_output.step,
-            request_ids=request_ids,
-            sampled_token_ids=sampled.tolist(),
-            logprobs={request_ids[place]: table for place, table in logprobs.items()},
-            prompt_logprobs=prompt_tables,
-        )
 
-    def _forward(self, step: StepInput) -> torch.Tensor:
-        """Hidden states of the step: [num_tokens, hidden_size]."""
-        token_ids = torch.from_numpy(step.token_ids).to(self._device)
-        positions = torch.from_numpy(step.positions).to(self._device)
-        context = build_forward_context(
-            step.rows, windows=self._windows, dtype=self._dtype, device=self._device
-        )
-        self._on_phase("forward")
-        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)
-        return hidden
+        def output(tokens: Sequence[int], tables: dict[int, LogprobTable]) -> ModelRunnerOutput:
+            return ModelRunnerOutput(
+                step=number,
+                request_ids=[request_ids[place] for place in order],
+                sampled_token_ids=[tokens[place] for place in order],
+                logprobs={request_ids[place]: table for place, table in tables.items()},
+                prompt_logprobs=prompt_tables,
+            )
 
-    def _sample(
-        self, step: StepInput, hidden: torch.Tensor, receive_masks: Callable[[], GrammarMasks] | None
-    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], dict[int, LogprobTable]]:
-        """Tokens of the rows that sample, and what is said of them, by the row's place.
+        if copy is None:
+            return FinishedStep(output([], {}))
+        arrived = copy
 
-        No rank enters the head when none samples: all see the same step.
-        """
-        if step.sampling_rows.size == 0:
-            return np.zeros(0, dtype=np.int64), {}
-        self._on_phase("sampling")
-        last = torch.from_numpy(step.last_token_index).to(self._device)
-        last_hidden = hidden.index_select(0, last)
-        columns: VocabColumns = WHOLE
-        if self._shard is None or self._batch.needs_whole_rows(step):
-            logits = self._model.compute_logits(last_hidden)
-        else:
-            columns = self._shard
-            logits = self._shard.fill(self._model.compute_own_logits(last_hidden))
-        masks = None
-        if receive_masks is not None:
-            masks = receive_masks()
-            self._on_phase("sampling")
-        batch = self._batch.sampling_batch(step, masks)
-        sampled = sample(logits, batch, columns)
-        self._batch.sampling.append(sampled.token_ids)
-        return StepCopy(sampled.token_ids, batch.logprobs, sampled.logprobs).wait()
+        def finish() -> ModelRunnerOutput:
+            tokens, tables = arrived.wait()
+            self._batch.learn(sampled, tokens)
+            return output(tokens.tolist(), tables)
+
+        return LaunchedStep(arrived, finish)

@@ -3,16 +3,20 @@
 Called by: Worker.start(), on a GPU. Uses a small KV cache of its own, which is gone afterwards.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from .forward_context import StepRows, build_forward_context
+from .forward_context import ForwardContext, StepRows, build_forward_context, slot_mapping
 from .memory import KVCacheShape, make_kv_caches
 from .messages import NewRequest
 from .models.causal_lm import CausalLM
+from .paged_rows import PagedRows
 from .sampler import sample
 from .sampling_params import SamplingParams
 from .sampling_rows import SamplingRows
+from .upload import upload
 
 
 def profile_peak_bytes(
@@ -23,9 +27,11 @@ def profile_peak_bytes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    is_paged: bool,
 ) -> int:
     """Return the most bytes that torch held during a full step, weights included, its KV cache left out.
 
+    is_paged: attention reads block tables, on the device
     Raises torch.OutOfMemoryError when even that does not fit.
     """
     num_full, rest = divmod(max_num_batched_tokens, max_model_len)
@@ -44,7 +50,10 @@ def profile_peak_bytes(
         block_size=shape.block_size,
     )
     torch.cuda.reset_peak_memory_stats(device)
-    context = build_forward_context(rows, windows=shape.windows, dtype=shape.dtype, device=device)
+    if is_paged:
+        context = _paged_context(rows, shape.windows, device)
+    else:
+        context = build_forward_context(rows, windows=shape.windows, dtype=shape.dtype, device=device)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in query_lens])).to(device)
     hidden = model(torch.zeros_like(positions), positions, kv_caches, context)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
@@ -54,6 +63,27 @@ def profile_peak_bytes(
     del kv_caches, hidden, context
     torch.cuda.empty_cache()
     return peak
+
+
+def _paged_context(rows: StepRows, windows: Sequence[int | None], device: torch.device) -> ForwardContext:
+    """Every row is a prompt, even one of a single token: it makes no difference to what is held."""
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows.query_lens)])
+    query_starts, kv_lens, tables, slots = upload(
+        [starts, rows.kv_lens, rows.block_tables, slot_mapping(rows)], device
+    )
+    return ForwardContext(
+        windows=windows,
+        slot_mappings=slots.unbind(0),
+        rows=PagedRows(
+            num_rows=len(rows.query_lens),
+            num_decode_rows=0,
+            query_starts=query_starts.int(),
+            kv_lens=kv_lens.int(),
+            block_tables=tables.int().unbind(0),
+            max_query_len=int(rows.query_lens.max()),
+            max_kv_len=int(rows.kv_lens.max()),
+        ),
+    )
 
 
 def _sample(logits: torch.Tensor) -> None:

@@ -345,6 +345,21 @@ class SamplingRows:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """True when a token is the likeliest one, or drawn at a temperature from all: nothing else is asked for."""
+    has_filter = params.temperature > 0.0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+    return not (
+        has_filter
+        or has_penalty(params)
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+        or params.min_tokens > 0
+        or params.logprobs is not None
+        or params.structured_outputs is not None
+    )
+
+
 def has_penalty(params: SamplingParams) -> bool:
     """True when the tokens so far matter to the next one's logits."""
     return (

@@ -1,8 +1,8 @@
 """UniprocExecutor: one rank in the caller's own process.
 
 Called by: tests, and `LLM` in process. Serving never uses it: here a fault of the device takes the engine along.
-Implements the Executor protocol; a step runs when it is submitted, or when its grammar masks are, so nothing is
-ever outstanding.
+Implements the Executor protocol; a step is launched when it is submitted, or when its grammar masks are. On a GPU it
+is computed while the caller goes on, on CPU before the call returns.
 """
 
 import logging
@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from ..shm.errors import ConfigError
 from ..shm.status_board import Phase, RankStatus
 from .calls import HookDone
+from .capture_bar import CaptureBar
 from .hooks import HookOutcome, HookRegistry, check_hook_name, encode_argument, hook_outcome
 from .messages import ExecutorReport, GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .model_runner import no_masks
+from .step_in_flight import StepInFlight
 from .worker import Worker
 from .worker_config import WorkerConfig
 
@@ -29,23 +33,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class UniprocStep:
-    """A step that is done, or waits for its grammar masks. Owner: the executor.
+    """A step that was launched, or waits for its grammar masks. Owner: the executor.
 
-    output: None until it is done
+    launched: None until it is
     """
 
+    executor: "UniprocExecutor"
     scheduler_output: SchedulerOutput
-    output: ModelRunnerOutput | None = None
+    launched: StepInFlight | None = None
 
     @property
     def is_done(self) -> bool:
-        """True when `result` may be called."""
-        return self.output is not None
+        """True when `result` returns at once."""
+        return self.launched is not None and self.launched.is_done
 
     def result(self, timeout_s: float | None = None) -> ModelRunnerOutput:
-        """Return the outcome; never blocks. To wait for a step that nobody gave its masks is a bug."""
-        assert self.output is not None, "the step waits for its grammar masks"
-        return self.output
+        """Wait for the outcome, whatever `timeout_s` says: a device that hangs cannot be left from its own process.
+
+        To wait for a step that nobody gave its masks is a bug. An error closes the executor.
+        """
+        assert self.launched is not None, "the step waits for its grammar masks"
+        return self.executor.wait_for(self.launched)
 
     def cancel(self) -> None:
         """Nothing: the step is computed all the same."""
@@ -78,10 +86,11 @@ class UniprocExecutor:
     def start(self) -> ExecutorReport:
         """Load the model and make the KV cache. Raises ConfigError, WorkerError; nothing is left then."""
         self._hooks = HookRegistry(self._hook_names)
-        worker = Worker(self._config, self._enter)
         try:
-            report = worker.start()
-            worker.initialize_kv_cache(report.num_kv_blocks)
+            with CaptureBar() as bar:
+                worker = Worker(self._config, self._enter, bar.advance)
+                report = worker.start()
+                worker.initialize_kv_cache(report.num_kv_blocks)
         except BaseException:
             worker.close()
             raise
@@ -93,43 +102,51 @@ class UniprocExecutor:
             block_size=self._config.cache.block_size,
             max_model_len=worker.max_model_len,
             vocab_size=worker.vocab_size,
-            ranks=[report],
+            ranks=[msgspec.structs.replace(report, phases=worker.phases)],
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step that needs no masks. An error closes the executor: the KV cache can't be trusted."""
-        return self._execute(scheduler_output, no_masks)
+        return self.submit_model(scheduler_output).result()
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> UniprocStep:
-        """Compute one step now, or when its masks come."""
+        """Launch one step now, or when its masks come. An error closes the executor: the KV cache can't be trusted."""
         assert self._unmasked is None, "the step before it waits for its grammar masks"
-        step = UniprocStep(scheduler_output)
+        step = UniprocStep(self, scheduler_output)
         if scheduler_output.needs_masks:
             self._unmasked = step
         else:
-            step.output = self._execute(scheduler_output, no_masks)
+            step.launched = self._launch(scheduler_output, no_masks)
         return step
 
     def submit_masks(self, masks: GrammarMasks) -> None:
-        """Compute the step that waits for these masks."""
+        """Launch the step that waits for these masks."""
         step, self._unmasked = self._unmasked, None
         assert step is not None, "no step waits for these masks"
         assert step.scheduler_output.step == masks.step
-        step.output = self._execute(step.scheduler_output, lambda: masks)
+        step.launched = self._launch(step.scheduler_output, lambda: masks)
 
-    def _execute(
+    def wait_for(self, launched: StepInFlight) -> ModelRunnerOutput:
+        """Wait for a step. An error closes the executor."""
+        try:
+            return launched.wait()
+        except BaseException:
+            self.close(reason="a step failed")
+            raise
+
+    def _launch(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
-    ) -> ModelRunnerOutput:
+    ) -> StepInFlight:
         assert self._worker is not None, "the executor is not running"
         self._call_id += 1
         self._step = scheduler_output.step
         try:
-            output = self._worker.execute_model(scheduler_output, receive_masks)
+            launched = self._worker.begin_step(scheduler_output, receive_masks)
         except BaseException:
             self.close(reason="a step failed")
             raise
         self._enter(Phase.IDLE)
-        return output
+        return launched
 
     def collective_rpc(
         self,

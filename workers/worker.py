@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import profile
 
-from .config import ModelConfig
-from .device import open_device, resolve_dtype
+from .attention.choose import TORCH, choose_for_rank
+from .decode_graphs import record_decode_graphs
+from .device import open_device, resolve_dtype, resolve_max_model_len
 from .errors import DeviceMemoryError
 from .input_batch import InputBatch
-from .layers.attention import ATTENTION_BACKEND
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
 from .memory_report import DeviceMemory, ModelMemory
 from .memory_wait import wait_for_memory
@@ -29,8 +29,9 @@ from .models.registry import find_model
 from .partition import make_partition
 from .profile_run import profile_peak_bytes
 from .sleep import SleepLevel
+from .step_in_flight import StepInFlight
 from .tp_group import TensorParallelGroup, connect_group
-from .transformer_config import TransformerConfig, read_transformer_config
+from .transformer_config import read_transformer_config
 from .weights import load_weights
 from .worker_config import WorkerConfig
 
@@ -43,12 +44,19 @@ MEMORY_WAIT_S = 60.0
 class Worker:
     """One rank. `start`, then `initialize_kv_cache`, then steps, then `close`.
 
-    on_phase: told the name of each phase as it begins: of the start, and of every step
+    on_phase:    told the name of each phase as it begins: of the start, and of every step
+    on_progress: told, while CUDA graphs are recorded, how many of how many are
     """
 
-    def __init__(self, config: WorkerConfig, on_phase: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_phase: Callable[[str], None],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         self._config = config
         self._on_phase = on_phase
+        self._on_progress = on_progress
         self._phases: list[PhaseTime] = []
         self._group: TensorParallelGroup | None = None
         self._model: CausalLM | None = None
@@ -84,6 +92,14 @@ class Worker:
                 transformer, tp_size=parallel.tensor_parallel_size, tp_rank=config.tp_rank
             )
             self._transformer = transformer
+            self._attention = choose_for_rank(
+                transformer,
+                partition.own,
+                block_size=config.cache.block_size,
+                max_rows=config.max_num_seqs,
+                dtype=self._dtype,
+                device=info.device,
+            )
         with self._phase("process group"):
             self._group = connect_group(
                 rank=config.tp_rank,
@@ -106,7 +122,7 @@ class Worker:
             device=str(info.device),
             device_name=info.name,
             dtype=str(self._dtype).removeprefix("torch."),
-            attention_backend=ATTENTION_BACKEND,
+            attention_backend=TORCH if self._attention is None else self._attention.name,
             weight_bytes=self._weight_bytes,
             kv_bytes_per_block=self._shape.bytes_per_block,
             num_kv_blocks=num_kv_blocks,
@@ -155,6 +171,7 @@ class Worker:
         model.place_tables(device)
         self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
         self._weight_bytes += model.pack_weights()
+        model.use_attention(self._attention)
         self._model = model
 
     @property
@@ -172,6 +189,10 @@ class Worker:
     def rendezvous(self) -> str | None:
         """The file in which the ranks met; None where there was no need of one."""
         return self._config.rendezvous
+
+    def phases(self) -> list[PhaseTime]:
+        """How long each phase of the start took, as far as it has come."""
+        return list(self._phases)
 
     @property
     def device(self) -> torch.device:
@@ -200,7 +221,10 @@ class Worker:
         return self._vocab_size
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, the same number of blocks on every rank. Raises DeviceMemoryError."""
+        """Allocate the KV cache, the same number of blocks on every rank; on a GPU, record CUDA graphs.
+
+        Raises DeviceMemoryError.
+        """
         assert self._model is not None, "start() comes first"
         config = self._config
         with torch.inference_mode(), self._phase("KV cache"):
@@ -212,6 +236,7 @@ class Worker:
                 vocab_size=self._vocab_size,
                 device=self._device,
                 logprobs_mode=config.model.logprobs_mode,
+                is_paged=self._attention is not None,
             )
             self._make_runner(num_blocks)
             self._num_blocks = num_blocks
@@ -219,16 +244,35 @@ class Worker:
     def _make_runner(self, num_blocks: int) -> None:
         assert self._model is not None
         assert self._batch is not None
+        config = self._config
+        kv_caches = make_kv_caches(self._shape, num_blocks, self._device)
         self._runner = ModelRunner(
             self._model,
-            make_kv_caches(self._shape, num_blocks, self._device),
+            kv_caches,
             self._batch,
             windows=self._shape.windows,
             dtype=self._dtype,
             device=self._device,
             on_phase=self._on_phase,
-            logprobs_mode=self._config.model.logprobs_mode,
+            is_paged=self._attention is not None,
+            logprobs_mode=config.model.logprobs_mode,
         )
+        # The exchanges between ranks have not been tried inside a graph.
+        if self._attention is None or config.model.enforce_eager or config.parallel.tensor_parallel_size > 1:
+            return
+        with self._phase("CUDA graphs"):
+            decode, graphs = record_decode_graphs(
+                self._model,
+                kv_caches,
+                self._batch.on_device,
+                windows=self._shape.windows,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=config.cache.block_size,
+                device=self._device,
+                on_progress=self._on_progress,
+            )
+        self._runner.use_graphs(decode, graphs)
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the memory of cache and weights back. No request may be left."""
@@ -266,9 +310,25 @@ class Worker:
 
         receive_masks: see ModelRunner
         """
+        return self.begin_step(scheduler_output, receive_masks).wait()
+
+    def begin_step(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
+    ) -> StepInFlight:
+        """Launch one step, and return before a GPU has computed it. As `execute_model` otherwise.
+
+        Raises DeviceMemoryError when the step does not fit beside what else is on the device.
+        """
         assert self._runner is not None, "initialize_kv_cache() comes first"
-        with torch.inference_mode():
-            return self._runner.execute_model(scheduler_output, receive_masks)
+        try:
+            with torch.inference_mode():
+                return self._runner.begin(scheduler_output, receive_masks)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"a step of {scheduler_output.total_num_scheduled_tokens} tokens of "
+                f"{len(scheduler_output.num_scheduled_tokens)} requests does not fit on {self._device}; lower "
+                "cache.memory_utilization, scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+            ) from error
 
     def model_memory(self) -> ModelMemory:
         """Say what this rank holds of the model, and what its GPU has left. After `start`."""
@@ -309,6 +369,7 @@ class Worker:
                     max_num_seqs=config.max_num_seqs,
                     max_num_batched_tokens=config.max_num_batched_tokens,
                     max_model_len=self._max_model_len,
+                    is_paged=self._attention is not None,
                 )
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
@@ -335,10 +396,3 @@ class Worker:
         started_at = time.monotonic()
         yield
         self._phases.append(PhaseTime(name=name, duration_s=time.monotonic() - started_at))
-
-
-def resolve_max_model_len(model: ModelConfig, transformer: TransformerConfig) -> int:
-    """Longest request in tokens: the setting, or what the model was trained for, whichever is less."""
-    if model.max_model_len is None:
-        return transformer.max_position_embeddings
-    return min(model.max_model_len, transformer.max_position_embeddings)

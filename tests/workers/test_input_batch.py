@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.workers.input_batch import InputBatch
+from phalanx.workers.input_batch import ON_DEVICE, InputBatch
 from phalanx.workers.messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 
@@ -74,12 +74,14 @@ def test_sampled_tokens_are_the_next_steps_input() -> None:
     update(batch, added=[new("a", [10, 11, 12, 13], [7])])
     step = batch.build_step({"a": 4})
     assert batch.sampling_batch(step).positions.tolist() == [0]
-    batch.finish_step(step, np.array([42]))
+    sampled = batch.finish_step(step)
 
     update(batch, grown={"a": [9]}, computed={"a": 4})
     step = batch.build_step({"a": 1})
 
-    assert (step.token_ids.tolist(), step.positions.tolist()) == ([42], [4])
+    assert (step.token_ids.tolist(), step.positions.tolist()) == ([ON_DEVICE], [4])
+    batch.learn(sampled, np.array([42]))
+    assert batch.build_step({"a": 1}).token_ids.tolist() == [42]
     assert step.rows.block_tables.tolist() == [[[7, 9]]]
     assert batch.sampling_batch(step).positions.tolist() == [1]
 
@@ -130,7 +132,7 @@ def test_chunks_of_a_prompt_name_the_prompt_tokens_that_follow() -> None:
 
     first = batch.build_step({"resumed": 2, "a": 3, "one": 1})
     chunks = batch.prompt_chunks(first)
-    batch.finish_step(first, np.array([42]))
+    batch.finish_step(first)
     second = batch.prompt_chunks(batch.build_step({"one": 1, "a": 2}))
 
     assert [(chunk.start, chunk.stop, chunk.next_ids.tolist()) for chunk in chunks] == [

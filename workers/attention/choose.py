@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+from ..partition import RankShare
+from ..transformer_config import TransformerConfig
 from .backend import AttentionBackend, AttentionShape
 
 TORCH = "torch"
@@ -16,6 +18,33 @@ TORCH = "torch"
 _HOPPER = (9, 0)
 _FLASH_ATTENTION_3 = "flash_attn_interface"
 _FLASH_ATTENTION_2 = "flash_attn"
+
+
+def choose_for_rank(
+    config: TransformerConfig,
+    share: RankShare,
+    *,
+    block_size: int,
+    max_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBackend | None:
+    """Return the backend for one rank's heads of a model; None as below, and for a rank without heads.
+
+    max_rows: of a step
+    """
+    if share.kv_heads.size == 0:
+        return None
+    shape = AttentionShape(
+        num_heads=share.query_heads.size,
+        num_kv_heads=share.kv_heads.size,
+        head_size=config.head_dim,
+        block_size=block_size,
+        max_rows=max_rows,
+        dtype=dtype,
+        device=device,
+    )
+    return choose_attention_backend(shape)
 
 
 def choose_attention_backend(shape: AttentionShape) -> AttentionBackend | None:

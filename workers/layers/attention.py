@@ -13,10 +13,6 @@ from ..forward_context import ForwardContext
 from ..kernels.kv_cache import write_kv
 from ..kernels.paged_attention import paged_attention
 
-ATTENTION_BACKEND = "torch"
-IS_PAGED = False
-"""True when the backend reads block tables on the device (`ForwardContext.rows`), and so may stand in a CUDA graph."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKVCache:

@@ -1,0 +1,73 @@
+"""From a model on a GPU to its recorded decode steps. Called by: Worker, once, when the KV cache is there."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .cuda_graphs import DecodeGraphs, graph_sizes
+from .decode_step import DecodeStep
+from .device_rows import DeviceRows
+from .errors import DeviceMemoryError
+from .forward_context import ForwardContext
+from .kernels.decode_inputs import DecodeInputs
+from .layers.attention import LayerKVCache
+from .models.causal_lm import CausalLM
+from .paged_rows import PagedRows
+
+
+def record_decode_graphs(
+    model: CausalLM,
+    kv_caches: Sequence[LayerKVCache],
+    rows: DeviceRows,
+    *,
+    windows: Sequence[int | None],
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device,
+    on_progress: Callable[[int, int], None],
+) -> tuple[DecodeStep, DecodeGraphs]:
+    """Record a decode step for each of `graph_sizes`. Raises DeviceMemoryError."""
+    # Imported here: Triton is there only where there is a GPU.
+    from .kernels.triton_decode_inputs import make_decode_inputs
+    from .kernels.triton_draw import draw
+
+    # Every row has one token: where each begins is the same in every step.
+    query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+
+    def make_context(inputs: DecodeInputs) -> ForwardContext:
+        num_rows = inputs.kv_lens.shape[0]
+        return ForwardContext(
+            windows=windows,
+            slot_mappings=inputs.slot_mappings.unbind(0),
+            rows=PagedRows(
+                num_rows=num_rows,
+                num_decode_rows=num_rows,
+                query_starts=query_starts[: num_rows + 1],
+                kv_lens=inputs.kv_lens,
+                block_tables=inputs.block_tables.unbind(0),
+                max_query_len=1,
+                max_kv_len=max_model_len,
+            ),
+        )
+
+    decode = DecodeStep(
+        model,
+        kv_caches,
+        rows,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        device=device,
+        make_context=make_context,
+        prepare=make_decode_inputs,
+        draw=draw,
+    )
+    graphs = DecodeGraphs(decode.load_padding, decode.compute, graph_sizes(max_num_seqs), device)
+    try:
+        graphs.capture(on_progress)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"no room on {device} for CUDA graphs beside the KV cache; lower cache.memory_utilization or "
+            "scheduler.max_num_seqs, or set model.enforce_eager"
+        ) from error
+    return decode, graphs
