@@ -40,7 +40,13 @@ def kill(cluster: Cluster, *titles: str) -> None:
 
 @pytest.mark.parametrize(
     "victims",
-    [["dp0 tp1"], ["dp1 tp0"], ["dp0"], ["coordinator"], ["dp0 tp0", "dp1 tp1"]],
+    [
+        pytest.param(["dp0 tp1"], marks=pytest.mark.full),
+        pytest.param(["dp1 tp0"], marks=pytest.mark.full),
+        ["dp0"],
+        ["coordinator"],
+        ["dp0 tp0", "dp1 tp1"],
+    ],
     ids=lambda victims: "+".join(victims),
 )
 def test_streams_go_on_with_the_same_texts(

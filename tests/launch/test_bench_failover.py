@@ -121,6 +121,7 @@ def test_bodies_are_the_same_for_the_same_seed_and_no_two_are_alike() -> None:
     assert len(set(bodies)) == 8
 
 
+@pytest.mark.full
 def test_one_replica_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["failover", "--", str(TINY_MODEL), "--device", "cpu"]) == 1
     assert "at least two replicas" in capsys.readouterr().err
