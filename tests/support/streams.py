@@ -110,6 +110,10 @@ def wait_whole(cluster: Cluster, *gone: int) -> None:
 def counters(cluster: Cluster) -> dict[str, float]:
     """All counters of the metrics, by series."""
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
-    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE") and line.endswith("counter")}
+    names = {
+        line.split()[2]
+        for line in text.splitlines()
+        if line.startswith("# TYPE") and line.endswith("counter")
+    }
     rows = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {series: float(value) for series, _, value in rows if series.partition("{")[0] in names}
