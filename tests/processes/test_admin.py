@@ -93,6 +93,7 @@ def test_a_replica_is_drained_and_resumed_under_streams(cluster: Cluster, undist
     cluster.wait_all_blocks_free(2)
 
 
+@pytest.mark.full  # a reload restarts them one by one as well
 def test_all_replicas_are_restarted_one_by_one_under_streams(
     cluster: Cluster, undisturbed: list[str]
 ) -> None:
