@@ -16,14 +16,17 @@ mean, and beyond that more than the request saves there, or one step takes away,
 and so is one whose steps take more than `BOUND` times the mean, with which everybody's tokens come.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 
 from .load_book import ReplicaLoad
-from .routing import Decision, RoutingReason, RoutingRequest, rotated
+from .routing import Decision, RoutingReason, RoutingRequest
 from .step_cost import StepCost
 
 BOUND = 1.25
 """How much more work than the mean a replica may have, as with consistent hashing with bounded loads."""
+
+_queued = attrgetter("prefill_tokens")
 
 
 class PrefixAware:
@@ -51,13 +54,18 @@ class PrefixAware:
         prompt, budget, hits = request.num_prompt_tokens, self._budget, request.num_cached_tokens
         others = sum([load.num_requests for load in loads]) / len(loads)
         scores: dict[int, float] = {}
-        steps: dict[int, float] = {}
-        for load in loads:
-            dp_rank, num_requests = load.dp_rank, load.num_requests
+        steps: list[float] = []
+        total_queued, lowest = 0.0, float("inf")
+        start = self._turn % len(loads)
+        self._turn += 1
+        # Among equals the first one wins: the scan begins one further each time.
+        order = [*loads[start:], *loads[:start]]
+        best_index = 0
+        for index, load in enumerate(order):
+            dp_rank, num_requests, queued = load.dp_rank, load.num_requests, load.prefill_tokens
             missing = prompt - hits[dp_rank] if dp_rank in hits else prompt
             step = base + num_requests * decode + load.running_tokens * context
-            steps[dp_rank] = step
-            score = (load.prefill_tokens + missing) * (1.0 + step / budget)
+            score = (queued + missing) * (1.0 + step / budget)
             if num_requests:
                 score += others * missing
                 shortage = missing - load.headroom_tokens
@@ -65,38 +73,27 @@ class PrefixAware:
                     # Blocks come back as requests end: in each step one in E, with its share of the context.
                     score += shortage * mean_output_tokens / (load.running_tokens + 1.0) * step
             scores[dp_rank] = score
-        order = loads if len(loads) == 1 else [loads[index] for index in rotated(len(loads), self._turn)]
-        self._turn += 1
-        best = min(order, key=lambda load: scores[load.dp_rank])
-        bounded = self._below_bound(best, order, steps, hits.get(best.dp_rank, 0))
-        is_bound = bounded is not order
-        if is_bound:
-            best = min(bounded, key=lambda load: scores[load.dp_rank])
-        reason = RoutingReason.BOUND if is_bound else RoutingReason.LOAD
-        if hits and not is_bound:
-            idlest = min(order, key=lambda load: load.prefill_tokens)
-            if hits.get(best.dp_rank, 0) > hits.get(idlest.dp_rank, 0):
+            steps.append(step)
+            total_queued += queued
+            if score < lowest:
+                lowest, best_index = score, index
+        best_load = order[best_index]
+        reason = RoutingReason.LOAD
+        saved = hits.get(best_load.dp_rank, 0)
+        most = BOUND * total_queued / len(order) + max(budget, saved)
+        longest = BOUND * sum(steps) / len(order)
+        if best_load.prefill_tokens > most or steps[best_index] > longest:
+            below = [
+                load
+                for load, step in zip(order, steps, strict=True)
+                if load.prefill_tokens <= most and step <= longest
+            ]
+            if below:
+                best_load = min(below, key=lambda load: scores[load.dp_rank])
+                reason = RoutingReason.BOUND
+        if saved and reason is RoutingReason.LOAD:
+            idlest = min(order, key=_queued)
+            if saved > hits.get(idlest.dp_rank, 0):
                 reason = RoutingReason.PREFIX
-        return Decision(
-            dp_rank=best.dp_rank,
-            reason=reason,
-            scores=scores,
-            num_cached_tokens=hits.get(best.dp_rank, 0),
-        )
-
-    def _below_bound(
-        self,
-        best: ReplicaLoad,
-        order: Sequence[ReplicaLoad],
-        steps: Mapping[int, float],
-        num_saved: int,
-    ) -> Sequence[ReplicaLoad]:
-        """Return the replicas that may take a request: all of them unless `best` has too much queued already."""
-        most = BOUND * sum([load.prefill_tokens for load in order]) / len(order) + max(
-            self._budget, num_saved
-        )
-        longest = BOUND * sum(steps.values()) / len(order)
-        if best.prefill_tokens <= most and steps[best.dp_rank] <= longest:
-            return order
-        below = [load for load in order if load.prefill_tokens <= most and steps[load.dp_rank] <= longest]
-        return below or order
+        dp_rank = best_load.dp_rank
+        return Decision(dp_rank=dp_rank, reason=reason, scores=scores, num_cached_tokens=hits.get(dp_rank, 0))
