@@ -12,7 +12,19 @@ from types import ModuleType
 
 from ...shm.errors import ConfigError, ServingError
 from ...shm.exit_codes import ExitCode
-from . import executor, failover, latency, multi_gpu, ring, scheduler, serve, startup, throughput, torture
+from . import (
+    executor,
+    failover,
+    kernels,
+    latency,
+    multi_gpu,
+    ring,
+    scheduler,
+    serve,
+    startup,
+    throughput,
+    torture,
+)
 from .report import PROGRAM, ReportWriter
 from .routing import command as routing
 
@@ -26,6 +38,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     ring,
     executor,
     scheduler,
+    kernels,
     multi_gpu,
     routing,
 )

@@ -106,7 +106,7 @@ def test_decode_takes_any_number_of_heads(kv_heads: int, group: int, head_size: 
     rows = make_paged_rows([(1, 65), (1, 1)], num_kv_heads=kv_heads, group=group, head_size=head_size,
                            block_size=64, device=DEVICE)  # fmt: skip
 
-    check_decode(rows, DecodeTuning(num_programs=11))
+    check_decode(rows, DecodeTuning.for_heads(head_size, torch.float32, num_programs=11))
 
 
 def test_a_row_spread_over_many_programs_is_put_together() -> None:

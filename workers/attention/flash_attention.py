@@ -1,7 +1,8 @@
 """Attention backends over the flash-attention packages, for the rows of prompts; decoding rows use our own kernel.
 
-Called by: see backend.py. Both packages are optional: choose.py asks for them. On an H200 our decode kernel reads 11
-to 20 % more bytes a second than FlashAttention-3's (launch/bench/results); prompts are what their kernels are for.
+Called by: see backend.py. Both packages are optional: choose.py asks for them. `cluster-bench kernels` measures our
+decode kernel beside FlashAttention-3's; prompts are what theirs are for. With a window they do multiply what lies
+behind a row's last token by zero, which a NaN there would survive; a cache holds zeros and what was computed.
 """
 
 from typing import Any

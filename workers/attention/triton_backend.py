@@ -24,7 +24,7 @@ class TritonAttention(AttentionBackend):
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
-            tuning=_tuning(shape, num_programs),
+            tuning=DecodeTuning.for_heads(shape.head_size, shape.dtype, num_programs=num_programs),
             device=shape.device,
         )
 
@@ -71,10 +71,3 @@ class TritonAttention(AttentionBackend):
             window=window,
             out=out,
         )
-
-
-def _tuning(shape: AttentionShape, num_programs: int) -> DecodeTuning:
-    """Wide numbers and large heads take the shared memory of several tiles; a smaller tile keeps two programs."""
-    bytes_per_token = 2 * shape.head_size * shape.dtype.itemsize
-    tile = 64 if bytes_per_token <= 512 else 32 if bytes_per_token <= 1024 else 16
-    return DecodeTuning(tile=tile, num_programs=num_programs)

@@ -13,6 +13,7 @@ Query heads that share a KV head are the rows of one matrix product, so keys and
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -20,8 +21,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
-COMBINED_ELEMENTS = 8192
-"""Of partial results, added up at once: what 128 threads hold in 64 registers each."""
+COMBINED_ELEMENTS = 16384
+"""Of partial results, added up at once: what 128 threads hold in 128 registers each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,13 @@ class DecodeTuning:
     num_warps: int = 4
     num_stages: int = 5
     num_programs: int = 264
+
+    @classmethod
+    def for_heads(cls, head_size: int, dtype: torch.dtype, *, num_programs: int) -> Self:
+        """Return the layout for heads of this size, so that two programs' tiles fit into shared memory."""
+        bytes_per_token = 2 * head_size * dtype.itemsize
+        tile = 64 if bytes_per_token <= 512 else 32 if bytes_per_token <= 1024 else 16
+        return cls(tile=tile, num_programs=num_programs)
 
     def programs_for(self, num_units: int) -> int:
         """Return the size of the grid for so many pairs of row and KV head."""

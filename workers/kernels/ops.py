@@ -90,10 +90,22 @@ def rotate_and_store(
 
 
 def is_small_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Say whether x [rows, inputs] (or what it is made into) times weight [outputs, inputs] is for our own kernel."""
-    if not is_fused(weight) or not 1 <= x.shape[0] <= triton_linear.MAX_ROWS:
-        return False
-    return triton_linear.is_faster(x.shape[0], *weight.shape)
+    """Say whether x [rows, inputs] times weight [outputs, inputs] is for our own kernel."""
+    return _is_small(x, weight) and triton_linear.is_faster(x.shape[0], *weight.shape)
+
+
+def is_small_product_of_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """As `is_small_product`, with the norm of x in the same kernel."""
+    return _is_small(x, weight) and triton_linear.takes_norm(x.shape[0], *weight.shape)
+
+
+def is_small_product_of_silu(gate_up: torch.Tensor, weight: torch.Tensor) -> bool:
+    """As `is_small_product`, with the gated activation of gate_up [rows, 2 * inputs] in the same kernel."""
+    return _is_small(gate_up, weight) and triton_linear.takes_silu(gate_up.shape[0], *weight.shape)
+
+
+def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return is_fused(weight) and 1 <= x.shape[0] <= triton_linear.MAX_ROWS and weight.numel() > 0
 
 
 def small_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -111,12 +123,12 @@ def small_product_of_norm(
     *,
     is_offset: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `triton_linear.norm_gemv`; only where `is_small_product` says so."""
+    """See `triton_linear.norm_gemv`; only where `is_small_product_of_norm` says so."""
     return triton_linear.norm_gemv(x, residual, norm_weight, epsilon, weight, bias, is_offset=is_offset)
 
 
 def small_product_of_silu(
     gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `triton_linear.silu_gemv`; only where `is_small_product` says so."""
+    """See `triton_linear.silu_gemv`; only where `is_small_product_of_silu` says so."""
     return triton_linear.silu_gemv(gate_up, weight, bias)

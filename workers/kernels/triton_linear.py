@@ -52,6 +52,16 @@ def is_faster(rows: int, outputs: int, inputs: int) -> bool:
     return (rows == 2 and outputs <= 4096) or (rows <= MAX_ROWS and outputs <= 2048)
 
 
+def takes_norm(rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether `norm_gemv` was: for long rows the norm, which each program repeats, takes more than it saves."""
+    return inputs <= 2048 and is_faster(rows, outputs, inputs)
+
+
+def takes_silu(rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether `silu_gemv` was."""
+    return rows <= 2 and is_faster(rows, outputs, inputs)
+
+
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -1,0 +1,167 @@
+"""How long the kernels of a decode step take on this card, inside CUDA graphs: no launch from the host is in a figure.
+
+Called by: launch/bench/kernels.py, in its own process, and from a shell on a machine that has torch and Triton only.
+Caches and weights rotate, so that each launch finds its own cold, as a layer does; inputs are random numbers.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .attention.backend import AttentionShape
+from .attention.triton_backend import TritonAttention
+from .kernels.triton_linear import MAX_ROWS, gemv, norm_gemv, silu_gemv
+
+HEADS = ((16, 8), (32, 8), (32, 4))
+LOADS = ((1, 1024), (8, 1024), (64, 1024), (256, 512), (256, 1024))
+WEIGHTS = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336))
+HEAD_SIZE = 128
+_READ_BYTES = 2 << 30
+_COLD_BYTES = 256 << 20
+"""Several times the second-level cache: what rotates takes as much."""
+_REPLAYS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """One kernel on one input. num_bytes: of keys and values, or of weights, read once."""
+
+    kernel: str
+    shape: str
+    time_us: float
+    num_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What was read in a second."""
+        return self.num_bytes / self.time_us * 1e6
+
+
+def read_ceiling() -> float:
+    """Bytes that the card reads in a second when it sums up two large buffers."""
+    buffers = [torch.randn(_READ_BYTES // 4, device="cuda") for _ in range(2)]
+    return _READ_BYTES / time_in_graph_us([buffer.sum for buffer in buffers]) * 1e6
+
+
+def measure_decode_attention(*, block_size: int) -> list[KernelTime]:
+    """Time decode attention in bfloat16: our kernel, and FlashAttention-3's where it is installed."""
+    times = []
+    for num_rows, kv_len in LOADS:
+        for num_heads, num_kv_heads in HEADS:
+            times += _decode_times(num_rows, kv_len, num_heads, num_kv_heads, block_size)
+    return times
+
+
+def measure_small_products(rows: Sequence[int] = (1, 2, 4)) -> list[KernelTime]:
+    """Time products of a few rows in bfloat16: our kernel, alone and with what may stand before it, and cuBLAS."""
+    times = []
+    for outputs, inputs in WEIGHTS:
+        weights = [
+            torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+            for _ in range(_num_cold(outputs * inputs * 2))
+        ]
+        for num_rows in rows:
+            assert num_rows <= MAX_ROWS
+            x, gate_up = (
+                torch.randn(num_rows, width, dtype=torch.bfloat16, device="cuda")
+                for width in (inputs, 2 * inputs)
+            )
+            norm = torch.ones(inputs, dtype=torch.bfloat16, device="cuda")
+            runs: dict[str, Callable[[torch.Tensor], Any]] = {
+                "gemv": partial(gemv, x),
+                "norm_gemv": partial(norm_gemv, x, x, norm, 1e-6),
+                "silu_gemv": partial(silu_gemv, gate_up),
+                "cublas": partial(F.linear, x),
+            }
+            for name, run in runs.items():
+                time_us = time_in_graph_us([partial(run, weight) for weight in weights])
+                shape = f"{num_rows} × {inputs} → {outputs}"
+                times.append(
+                    KernelTime(kernel=name, shape=shape, time_us=time_us, num_bytes=weights[0].nbytes)
+                )
+    return times
+
+
+def time_in_graph_us(runs: Sequence[Callable[[], Any]]) -> float:
+    """Return the median time of one of `runs`, which a graph holds all of, over replays."""
+    for run in runs[:2]:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    samples = []
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(samples)
+
+
+def _num_cold(num_bytes: int) -> int:
+    return max(2, min(32, _COLD_BYTES // num_bytes + 1))
+
+
+def _decode_times(
+    num_rows: int, kv_len: int, num_heads: int, num_kv_heads: int, block_size: int
+) -> list[KernelTime]:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    num_bytes = 2 * num_rows * kv_len * num_kv_heads * HEAD_SIZE * dtype.itemsize
+    blocks_per_row = -(-kv_len // block_size)
+    num_tables = _num_cold(num_bytes)
+    num_blocks = num_tables * num_rows * blocks_per_row
+    k_cache, v_cache = (
+        torch.randn(num_blocks, num_kv_heads, block_size, HEAD_SIZE, dtype=dtype, device=device).transpose(
+            1, 2
+        )
+        for _ in range(2)
+    )
+    tables = torch.randperm(num_blocks, device=device).int().view(num_tables, num_rows, blocks_per_row)
+    kv_lens = torch.full((num_rows,), kv_len, dtype=torch.int32, device=device)
+    q = torch.randn(num_rows, num_heads, HEAD_SIZE, dtype=dtype, device=device)
+    out, scale = torch.empty_like(q), HEAD_SIZE**-0.5
+    backend = TritonAttention(
+        AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=HEAD_SIZE,
+            block_size=block_size,
+            max_rows=num_rows,
+            dtype=dtype,
+            device=device,
+        )
+    )
+    runs: dict[str, Callable[[torch.Tensor], Any]] = {
+        "triton": lambda table: backend.decode(
+            q, k_cache, v_cache, table, kv_lens, out, scale=scale, window=None
+        )
+    }
+    try:
+        package: Any = import_module("flash_attn_interface")
+    except ImportError:
+        package = None
+    if package is not None:
+        runs["flash-attention-3"] = lambda table: package.flash_attn_with_kvcache(
+            q.unsqueeze(1), k_cache, v_cache, page_table=table, cache_seqlens=kv_lens, causal=True
+        )
+    shape = f"{num_heads}/{num_kv_heads}, {num_rows} × {kv_len}"
+    return [
+        KernelTime(
+            kernel=name,
+            shape=shape,
+            time_us=time_in_graph_us([partial(run, table) for table in tables]),
+            num_bytes=num_bytes,
+        )
+        for name, run in runs.items()
+    ]
