@@ -122,9 +122,7 @@ def _decode_times(
     num_tables = _num_cold(num_bytes)
     num_blocks = num_tables * num_rows * blocks_per_row
     k_cache, v_cache = (
-        torch.randn(num_blocks, num_kv_heads, block_size, HEAD_SIZE, dtype=dtype, device=device).transpose(
-            1, 2
-        )
+        torch.randn(num_blocks, block_size, num_kv_heads, HEAD_SIZE, dtype=dtype, device=device)
         for _ in range(2)
     )
     tables = torch.randperm(num_blocks, device=device).int().view(num_tables, num_rows, blocks_per_row)

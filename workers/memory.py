@@ -28,9 +28,6 @@ class KVCacheShape:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    is_head_major: bool = False
-    """A block holds its tokens head by head, so that the kernels read each head's in one piece. For plain torch it
-    holds them token by token, because torch takes a slot as one row."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -55,16 +52,14 @@ def kv_cache_shape(
     *,
     num_kv_heads: int,
     dtype: torch.dtype,
-    is_head_major: bool = False,
 ) -> KVCacheShape:
-    """num_kv_heads: those of this rank; is_head_major: see `KVCacheShape`."""
+    """num_kv_heads: those of this rank."""
     return KVCacheShape(
         groups=make_kv_cache_groups(config),
         block_size=cache.block_size,
         num_kv_heads=num_kv_heads,
         head_size=config.head_dim,
         dtype=dtype,
-        is_head_major=is_head_major,
     )
 
 
@@ -89,9 +84,6 @@ def make_kv_caches(shape: KVCacheShape, num_blocks: int, device: torch.device) -
 
 def _zeros(shape: KVCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
-    if shape.is_head_major:
-        size = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size)
-        return torch.zeros(size, dtype=shape.dtype, device=device).transpose(1, 2)
     if device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=device)
     # numpy takes its zeros from the kernel, page by page when they are first used; torch would write each now,

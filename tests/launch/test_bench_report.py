@@ -96,6 +96,9 @@ def test_every_benchmark_has_its_help(capsys: pytest.CaptureFixture[str]) -> Non
         "ring",
         "executor",
         "scheduler",
+        "kernels",
+        "multi-gpu",
+        "routing",
     ]
     for benchmark in BENCHMARKS:
         assert benchmark.NAME in text
