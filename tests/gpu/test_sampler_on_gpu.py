@@ -17,7 +17,7 @@ SIZE = 2000
 @pytest.mark.parametrize("seed", range(20))
 def test_the_same_tokens_and_numbers_as_on_the_cpu(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    rows = [random_row(generator, SIZE, logprobs=4, grammar=None) for _ in range(64)]
+    rows = [random_row(generator, SIZE, logprobs=4) for _ in range(64)]
     logits = torch.from_numpy(np.stack([row.logits for row in rows]))
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
