@@ -94,7 +94,7 @@ BACKENDS = {
     "lens",
     [
         pytest.param([(1, 20), (1, 0), (1, 33)], id="decode"),
-        pytest.param([(5, 5), (17, 40)], id="prompts"),
+        pytest.param([(5, 5), (17, 40)], id="prompts", marks=pytest.mark.full),
         pytest.param([(1, 20), (1, 48), (20, 31), (3, 3)], id="mixed"),
     ],
 )

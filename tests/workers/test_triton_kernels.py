@@ -17,7 +17,7 @@ from phalanx.workers.kernels.triton_rotary import rotate_and_store
 from phalanx.workers.layers.rotary import rotate
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
 
-EXAMPLES = 30 if HAS_CARD else 10
+EXAMPLES = 30 if HAS_CARD else 8
 WITHOUT_SHRINKING = settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.generate])
 """Shrinking in the interpreter takes minutes."""
 EPSILON = 1e-6
@@ -129,7 +129,7 @@ def test_embedding_of_a_ranks_own_rows(tokens: int, size: int, first_row: int) -
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 64, 130]), inputs=st.sampled_from([1, 64, 100, 576, 2048]),
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 34]), inputs=st.sampled_from([1, 64, 100, 576, 2048]),
     dtype=DTYPES, has_bias=st.booleans(),
 )  # fmt: skip
 def test_gemv(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
@@ -143,7 +143,7 @@ def test_gemv(rows: int, outputs: int, inputs: int, dtype: torch.dtype, has_bias
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 130]), inputs=st.sampled_from([64, 100, 1100]),
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 34]), inputs=st.sampled_from([64, 100, 1100]),
     dtype=DTYPES, has_residual=st.booleans(), is_offset=st.booleans(), has_bias=st.booleans(),
 )  # fmt: skip
 def test_gemv_of_a_norm(
@@ -170,7 +170,7 @@ def test_gemv_of_a_norm(
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 130]), inputs=st.sampled_from([64, 100, 1100]),
+    rows=st.integers(1, 4), outputs=st.sampled_from([1, 7, 34]), inputs=st.sampled_from([64, 100, 1100]),
     dtype=DTYPES, has_bias=st.booleans(),
 )  # fmt: skip
 def test_gemv_of_a_gated_activation(
