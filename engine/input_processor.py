@@ -95,7 +95,8 @@ class InputProcessor:
         self.eos_token_ids = tuple(token_id for token_id in dict.fromkeys(eos) if token_id < vocab_size)
         self._max_logprobs = max_logprobs
         num_real = max(tokenizer.vocab_size, *(token_id + 1 for token_id in (-1, *self.eos_token_ids)))
-        self._vocab_limit = num_real if num_real < vocab_size else None
+        # Without a tokenizer nobody knows which ids are padding.
+        self._vocab_limit = num_real if 0 < tokenizer.vocab_size and num_real < vocab_size else None
         self._clock = clock
 
     @classmethod

@@ -20,12 +20,8 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
     A batch computes as many rows as the next larger graph has, so the sizes bound what is computed for nothing.
     """
-    sizes = [size for size in SMALL_SIZES if size < max_num_seqs]
-    size = SMALL_SIZES[-1]
-    while size < max_num_seqs:
-        size += STEP_TO_256 if size < 256 else STEP_BEYOND
-        sizes.append(min(size, max_num_seqs))
-    return tuple(sizes) or (max_num_seqs,)
+    steps = [*SMALL_SIZES, *range(16, 257, STEP_TO_256), *range(272, max_num_seqs, STEP_BEYOND)]
+    return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

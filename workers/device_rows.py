@@ -45,9 +45,9 @@ class DeviceRows:
         self._block_ids: list[Ints] = []
 
     @property
-    def num_unsent_blocks(self) -> int:
-        """Entries of block tables that `send_blocks` would write."""
-        return sum(ids.size for ids in self._block_ids)
+    def has_unsent_blocks(self) -> bool:
+        """True when `send_blocks` would write something."""
+        return bool(self._places)
 
     def set_sampling(
         self,
@@ -98,7 +98,7 @@ class DeviceRows:
 
     def send_blocks(self) -> None:
         """Write the unsent blocks. A place that was noted twice gets the later block."""
-        if not self._places:
+        if not self.has_unsent_blocks:
             return
         latest = dict(
             zip(np.concatenate(self._places).tolist(), np.concatenate(self._block_ids).tolist(), strict=True)

@@ -190,6 +190,7 @@ class Worker:
         """The file in which the ranks met; None where there was no need of one."""
         return self._config.rendezvous
 
+    @property
     def phases(self) -> list[PhaseTime]:
         """How long each phase of the start took, as far as it has come."""
         return list(self._phases)

@@ -12,6 +12,7 @@ import pytest
 from phalanx import LLM, AsyncLLM, SamplingParams
 from phalanx.engine.errors import InvalidRequestError
 from phalanx.engine.messages import FinishReason
+from phalanx.shm.errors import ConfigError
 from phalanx.workers.sampling_params import StructuredOutputs
 from support.tiny_models import write_tiny_llama
 
@@ -49,6 +50,16 @@ def llm(model):
 
 def token_ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_without_a_tokenizer_the_tokens_are_the_same_and_text_is_refused(model, expected):
+    with LLM(model, device="cpu", num_blocks=64, num_threads=1, skip_tokenizer_init=True) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+        with pytest.raises(ConfigError, match="must be token ids"):
+            llm.generate("text", GREEDY)
+
+    assert token_ids(outputs) == expected
+    assert {output.outputs[0].text for output in outputs} == {""}
 
 
 def test_greedy_outputs_are_those_of_transformers_in_the_order_of_the_prompts(llm, expected):
