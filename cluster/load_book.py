@@ -13,7 +13,7 @@ as busy as our own requests make it if that is more: unknown is not idle.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.messages import EngineStats
@@ -68,7 +68,6 @@ class _Choice:
 class _Replica:
     """What is known of one replica. The sums are over `unacknowledged` and `settled`."""
 
-    block_size: int
     load: ReplicaLoad
     stats: EngineStats | None = None
     mark: int = 0
@@ -95,6 +94,8 @@ class LoadBook:
         self._next_number = 1
         self._fit = StepCostFit()
         self._output_tokens = _TYPICAL_OUTPUT_TOKENS
+        # What `loads` returned last, for which replicas, and until when it holds: all are known until then.
+        self._listed: tuple[list[int], list[ReplicaLoad], float] = ([], [], float("-inf"))
 
     @property
     def step_cost(self) -> StepCostFit:
@@ -106,14 +107,16 @@ class LoadBook:
         """Tokens that a request makes, as a fading mean over those that ended."""
         return self._output_tokens
 
-    def join(self, dp_rank: int, *, block_size: int) -> None:
+    def join(self, dp_rank: int) -> None:
         """A replica serves from now on; what was known of an earlier life is forgotten."""
-        self._replicas[dp_rank] = _Replica(block_size, ReplicaLoad(dp_rank))
+        self._replicas[dp_rank] = _Replica(ReplicaLoad(dp_rank))
+        self._listed = ([], [], float("-inf"))
         self._fit.forget(dp_rank)
 
     def leave(self, dp_rank: int) -> None:
         """A replica is gone, with all its requests."""
         self._replicas.pop(dp_rank, None)
+        self._listed = ([], [], float("-inf"))
         self._fit.forget(dp_rank)
         for request_id in [name for name, choice in self._choices.items() if choice.dp_rank == dp_rank]:
             del self._choices[request_id]
@@ -192,21 +195,25 @@ class LoadBook:
             replica.settled_tokens -= tokens
         self._refresh(replica)
 
-    def loads(self, ready: Iterable[int], now: float) -> list[ReplicaLoad]:
+    def loads(self, ready: Sequence[int], now: float) -> Sequence[ReplicaLoad]:
         """Return the load of each replica of `ready`, in this order. Valid until the next call of any method."""
+        listed_ready, listed, holds_until = self._listed
+        if now <= holds_until and ready == listed_ready:
+            return listed
         loads = []
-        has_unknown = False
+        oldest = float("inf")
         for dp_rank in ready:
             replica = self._replicas[dp_rank]
-            if replica.stats is None:
-                has_unknown = True
-            elif now - replica.stats.reported_at > FORGET_AFTER_S:
+            if replica.stats is not None and now - replica.stats.reported_at > FORGET_AFTER_S:
                 # What it says is too old to be true; our own requests are still known.
                 replica.stats = None
                 self._refresh(replica)
-                has_unknown = True
+            oldest = min(oldest, float("-inf") if replica.stats is None else replica.stats.reported_at)
             loads.append(replica.load)
-        return _fill_in(loads) if has_unknown else loads
+        if oldest == float("-inf"):
+            return _fill_in(loads)
+        self._listed = (list(ready), loads, oldest + FORGET_AFTER_S)
+        return loads
 
     def _settle(self, replica: _Replica, now: float, prefill: int, requests: int, tokens: int) -> None:
         if replica.stats is None:
@@ -241,8 +248,7 @@ class LoadBook:
         load.kv_usage = stats.kv_usage
         load.reported_requests = stats.num_waiting + stats.num_running
         load.reported_waiting = stats.num_waiting
-        free_tokens = stats.num_free_blocks * replica.block_size + replica.settled_tokens
-        load.headroom_tokens = free_tokens - load.prefill_tokens
+        load.headroom_tokens = stats.num_free_tokens + replica.settled_tokens - load.prefill_tokens
 
 
 def _fill_in(loads: list[ReplicaLoad]) -> list[ReplicaLoad]:

@@ -6,11 +6,13 @@ Q tokens queued there, n requests, C tokens of context, steps of at most B token
 
     step    = (base + n * d + C * c) / p      what a step costs beside its prefill, in prefill tokens
     own     = (Q + L - H) * (1 + step / B)    until its first token: those before it, and its own prompt
-    others  = (L - H) * mean n                every token that is computed holds up all requests of its replica
+    others  = (L - H) * mean Q / B            every token that is computed holds up those that wait: one for each
+                                              step's worth of tokens that is queued, on average over the replicas
     room    = steps until enough blocks are free, when the prompt does not fit now; each costs `step`
 
-`others` counts with the mean over all replicas, for it is the price of work that a hit saves, not a load: prompts that
-hit nothing go by load alone. At an idle replica there are no others. So affinity never beats an idle replica by more
+`others` is the price of work that a hit saves: the same at every replica, and nothing while nothing is queued, so that
+prefixes spread when there is time to compute them twice, and stay together when there is not. Prompts that hit nothing
+go by load alone. At an idle replica there are no others. So affinity never beats an idle replica by more
 than the prefill that it saves. It cannot pile up either: a replica that has more queued than `BOUND` times the
 mean, and beyond that more than the request saves there, or one step takes away, is passed over while another has not;
 and so is one whose steps take more than `BOUND` times the mean, with which everybody's tokens come.
@@ -52,48 +54,50 @@ class PrefixAware:
         decode = cost.decode_token_s / cost.prefill_token_s
         context = cost.context_token_s / cost.prefill_token_s
         prompt, budget, hits = request.num_prompt_tokens, self._budget, request.num_cached_tokens
-        others = sum([load.num_requests for load in loads]) / len(loads)
-        scores: dict[int, float] = {}
-        steps: list[float] = []
-        total_queued, lowest = 0.0, float("inf")
-        start = self._turn % len(loads)
+        num_replicas = len(loads)
+        mean_queued = sum([load.prefill_tokens for load in loads]) / num_replicas
+        others, step_part = mean_queued / budget, 1.0 / budget
+        start = self._turn % num_replicas
         self._turn += 1
         # Among equals the first one wins: the scan begins one further each time.
-        order = [*loads[start:], *loads[:start]]
-        best_index = 0
-        for index, load in enumerate(order):
-            dp_rank, num_requests, queued = load.dp_rank, load.num_requests, load.prefill_tokens
-            missing = prompt - hits[dp_rank] if dp_rank in hits else prompt
+        order = [*loads[start:], *loads[:start]] if start else loads
+        ranks = [load.dp_rank for load in order]
+        steps: list[float] = []
+        scores: list[float] = []
+        for load in order:
+            num_requests = load.num_requests
             step = base + num_requests * decode + load.running_tokens * context
-            score = (queued + missing) * (1.0 + step / budget)
+            missing = prompt - hits[load.dp_rank] if load.dp_rank in hits else prompt
+            score = (load.prefill_tokens + missing) * (1.0 + step * step_part)
             if num_requests:
                 score += others * missing
-                shortage = missing - load.headroom_tokens
-                if shortage > 0:
+                if missing > load.headroom_tokens:
                     # Blocks come back as requests end: in each step one in E, with its share of the context.
+                    shortage = missing - load.headroom_tokens
                     score += shortage * mean_output_tokens / (load.running_tokens + 1.0) * step
-            scores[dp_rank] = score
             steps.append(step)
-            total_queued += queued
-            if score < lowest:
-                lowest, best_index = score, index
-        best_load = order[best_index]
+            scores.append(score)
+        best = scores.index(min(scores))
         reason = RoutingReason.LOAD
-        saved = hits.get(best_load.dp_rank, 0)
-        most = BOUND * total_queued / len(order) + max(budget, saved)
-        longest = BOUND * sum(steps) / len(order)
-        if best_load.prefill_tokens > most or steps[best_index] > longest:
+        saved = hits.get(ranks[best], 0)
+        most = BOUND * mean_queued + max(budget, saved)
+        longest = BOUND * sum(steps) / num_replicas
+        if order[best].prefill_tokens > most or steps[best] > longest:
             below = [
-                load
-                for load, step in zip(order, steps, strict=True)
-                if load.prefill_tokens <= most and step <= longest
+                index
+                for index, load in enumerate(order)
+                if load.prefill_tokens <= most and steps[index] <= longest
             ]
             if below:
-                best_load = min(below, key=lambda load: scores[load.dp_rank])
+                best = min(below, key=scores.__getitem__)
                 reason = RoutingReason.BOUND
         if saved and reason is RoutingReason.LOAD:
             idlest = min(order, key=_queued)
             if saved > hits.get(idlest.dp_rank, 0):
                 reason = RoutingReason.PREFIX
-        dp_rank = best_load.dp_rank
-        return Decision(dp_rank=dp_rank, reason=reason, scores=scores, num_cached_tokens=hits.get(dp_rank, 0))
+        return Decision(
+            dp_rank=ranks[best],
+            reason=reason,
+            scores=dict(zip(ranks, scores, strict=True)),
+            num_cached_tokens=hits.get(ranks[best], 0),
+        )

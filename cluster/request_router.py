@@ -7,7 +7,7 @@ may, in one replica or in all, the next one is told when to come back.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -65,7 +65,7 @@ class RequestRouter:
     def join(self, dp_rank: int, *, block_size: int) -> None:
         """A replica serves from now on, with an empty cache."""
         self._block_sizes[dp_rank] = block_size
-        self._book.join(dp_rank, block_size=block_size)
+        self._book.join(dp_rank)
         self._index.forget(dp_rank)
 
     def leave(self, dp_rank: int) -> None:
@@ -175,7 +175,7 @@ class RequestRouter:
             self._book.step_cost.cost,
             self._book.mean_output_tokens,
         )
-        return replace(decision, reason=RoutingReason.REPLAY) if is_replay else decision
+        return msgspec.structs.replace(decision, reason=RoutingReason.REPLAY) if is_replay else decision
 
     def _cached_tokens(self, request: EngineCoreRequest, keys: Sequence[bytes]) -> Mapping[int, int]:
         # One token is always computed, or there would be nothing to sample from.
@@ -186,7 +186,7 @@ class RequestRouter:
             if dp_rank in self._block_sizes
         }
 
-    def _admit(self, loads: list[ReplicaLoad]) -> list[ReplicaLoad]:
+    def _admit(self, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Return the replicas whose queue is not full. Raises QueueFullError when none is, or all together are."""
         limit = self._options.max_num_waiting
         if limit is not None and sum(load.num_waiting for load in loads) >= limit:

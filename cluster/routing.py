@@ -4,7 +4,6 @@ Called by: load_balancer.py decides, DpClient asks and counts the reasons. Value
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -59,8 +58,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a balancer must know of a request.
 
     num_cached_tokens: by dp_rank, prompt tokens that the replica holds; replicas that hold none are left out
@@ -70,8 +68,7 @@ class RoutingRequest:
     num_cached_tokens: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request goes, and why.
 
     scores: by dp_rank, in the policy's own unit, the lowest wins; empty when nothing was compared

@@ -329,6 +329,7 @@ class EngineCore:
             num_prefill_tokens=stats.num_prefill_tokens,
             kv_usage=stats.kv_usage,
             num_free_blocks=stats.num_free_blocks,
+            num_free_tokens=stats.num_free_tokens,
             num_blocks=stats.num_blocks,
             num_running_tokens=stats.num_running_tokens,
             busy_s=self._busy_s,

@@ -75,6 +75,11 @@ class KVCacheManager:
         return self._pool.num_free_blocks
 
     @property
+    def num_free_tokens(self) -> int:
+        """Tokens of one request that takes all these blocks."""
+        return self._layout.capacity_tokens(self._pool.num_free_blocks)
+
+    @property
     def num_blocks(self) -> int:
         """All blocks but the null block."""
         return self._pool.num_blocks

@@ -166,6 +166,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     sequence:              one more with each report of this epoch
     kv_usage:              part of the KV blocks that running requests hold, evictable cached ones left out. [0, 1]
     num_free_blocks:       free blocks, evictable cached ones included
+    num_free_tokens:       of one request that would take all of them: fewer than num_free_blocks * block size when each
+                           column of a table takes several blocks
     num_prefill_tokens:    tokens of waiting and running requests that are still to be prefilled
     num_running_tokens:    tokens of running requests that are in the KV cache
     admitted:              by front end, the last request that these numbers count; taken together with them
@@ -182,6 +184,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_tokens: int
     kv_usage: float
     num_free_blocks: int
+    num_free_tokens: int
     num_blocks: int
     num_running_tokens: int = 0
     admitted: list[AdmittedMark] = []

@@ -255,6 +255,7 @@ class Scheduler:
             num_running_tokens=sum(request.num_computed_tokens for request in self._book.running),
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free_blocks,
+            num_free_tokens=self._kv.num_free_tokens,
             num_blocks=self._kv.num_blocks,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,

@@ -12,6 +12,7 @@ class SchedulerStats:
 
     num_prefill_tokens: tokens of waiting and running requests that are still to be prefilled
     num_running_tokens: tokens of running requests that are in the KV cache
+    num_free_tokens:    of one request that would take all free blocks
     kv_usage:           part of the blocks that running requests hold. [0, 1]
     num_*_total, num_preemptions, num_steps, prefix_*: counters
     """
@@ -21,6 +22,7 @@ class SchedulerStats:
     num_prefill_tokens: int
     kv_usage: float
     num_free_blocks: int
+    num_free_tokens: int
     num_blocks: int
     num_running_tokens: int
     num_steps: int

@@ -13,7 +13,7 @@ from support.cluster import make_stats
 def make_book(num_replicas: int = 1) -> LoadBook:
     book = LoadBook(client_index=0, incarnation=0)
     for rank in range(num_replicas):
-        book.join(rank, block_size=16)
+        book.join(rank)
     return book
 
 
@@ -83,7 +83,7 @@ def test_a_replica_that_comes_back_begins_with_nothing() -> None:
     book = make_book()
     book.add("a", 0, num_prompt_tokens=100, num_prefill_tokens=100)
     book.leave(0)
-    book.join(0, block_size=16)
+    book.join(0)
 
     assert load_of(book) == ReplicaLoad(0)
     book.finish("a", 1.0, num_output_tokens=5)
@@ -148,3 +148,24 @@ def test_the_mean_output_follows_what_ends() -> None:
         book.finish(f"r{number}", 0.0, num_output_tokens=40)
 
     assert book.mean_output_tokens == pytest.approx(40, rel=0.01)
+
+
+def test_room_is_what_the_report_says_in_tokens_less_what_is_promised() -> None:
+    book = make_book()
+    # Of a model whose layers take four blocks for each column.
+    book.report(make_stats(0, num_free_blocks=400, num_free_tokens=1600, num_prefill_tokens=100))
+    book.add("a", 0, num_prompt_tokens=500, num_prefill_tokens=300)
+
+    assert load_of(book).headroom_tokens == 1600 - 100 - 300
+
+
+def test_loads_of_the_same_replicas_are_not_remembered_longer_than_reports_are_true() -> None:
+    book = make_book(2)
+    for rank in (0, 1):
+        book.report(make_stats(rank, num_running=9, sequence=1, reported_at=float(rank)))
+
+    assert all(load.is_known for load in book.loads([0, 1], 1.0))
+    assert all(load.is_known for load in book.loads([0, 1], FORGET_AFTER_S))
+    assert [load.is_known for load in book.loads([0, 1], FORGET_AFTER_S + 0.5)] == [False, True]
+    book.join(1)
+    assert not any(load.is_known for load in book.loads([0, 1], FORGET_AFTER_S + 0.5))

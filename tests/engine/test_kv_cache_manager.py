@@ -132,3 +132,21 @@ def test_a_hit_is_always_a_prefix_that_was_computed(requests, block_size):
         manager.free(request)
     assert manager.num_free_blocks == 11
     assert manager.usage == 0.0
+
+
+def test_free_tokens_are_those_of_one_request_whatever_its_columns_take():
+    full = make_manager(num_blocks=13)
+    assert (full.num_free_blocks, full.num_free_tokens) == (12, 48)
+
+    # Two groups of layers: a column of four tokens takes a block of each.
+    hybrid = KVCacheManager(
+        num_blocks=13,
+        block_size=4,
+        enable_prefix_caching=True,
+        windows=(None, 1000),
+        max_step_tokens=1000,
+    )
+    assert (hybrid.num_free_blocks, hybrid.num_free_tokens) == (12, 24)
+    request = make("a", list(range(16)))
+    admit(hybrid, request)
+    assert (hybrid.num_free_blocks, hybrid.num_free_tokens) == (4, 8)

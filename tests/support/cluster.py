@@ -16,6 +16,7 @@ def make_stats(dp_rank: int = 0, **changes: float) -> EngineStats:
         num_prefill_tokens=0,
         kv_usage=0.0,
         num_free_blocks=100,
+        num_free_tokens=1600,
         num_blocks=101,
     )
     return msgspec.structs.replace(stats, **changes)

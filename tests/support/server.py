@@ -215,6 +215,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_prefill_tokens": 0,
         "kv_usage": 0.0,
         "num_free_blocks": 9,
+        "num_free_tokens": 144,
         "num_blocks": 10,
     }
     return EngineStats(**{**values, **changes})

@@ -23,7 +23,7 @@ class OurRouter:
         self._ready = list(range(cluster.data_parallel_size))
         self.book = LoadBook(client_index=client_index)
         for dp_rank in self._ready:
-            self.book.join(dp_rank, block_size=block_tokens)
+            self.book.join(dp_rank)
         self.index = PrefixIndex()
         self._uses_prefixes = policy is RoutingPolicy.PREFIX_AWARE
         self.balancer = Balancer(

@@ -153,7 +153,7 @@ class Dynamo(PeerRouter):
 
         def cost(rank: int) -> float:
             adjusted = max(self._prefill[rank] + blocks - found.get(rank, 0), 0)
-            return adjusted + self._decode[rank] + blocks - found.get(rank, 0)
+            return adjusted + self._decode[rank] + blocks
 
         return self.lowest(cost)
 
@@ -176,9 +176,9 @@ class Dynamo(PeerRouter):
 
 
 class LlmD(PeerRouter):
-    """llm-d's weighted sum, the highest wins: 3 * matched part + 2 * queue + 2 * (1 - kv usage).
+    """llm-d's weighted sum of prefix, queue and KV scores, the highest wins. The weights are ours: 3, 2 and 2.
 
-    Weights of its precise-prefix guide; the prefix scorer reads the exact contents of the caches.
+    Its operators choose the weights; these do well here. The prefix scorer reads the exact contents of the caches.
     """
 
     def pick(self, job: Job, keys: Sequence[bytes]) -> int:

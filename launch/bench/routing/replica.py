@@ -258,6 +258,7 @@ class Replica:
             num_prefill_tokens=expected + sum(job.left for job in self._prefilling),
             kv_usage=max(0.0, 1.0 - self._free_tokens() / capacity),
             num_free_blocks=max(0, self._free_tokens()) // block_tokens,
+            num_free_tokens=max(0, self._free_tokens()),
             num_blocks=capacity // block_tokens,
             num_running_tokens=self._context_tokens + self._computed_prefill(),
             admitted=[

@@ -144,6 +144,7 @@ class TinyCore:
             num_prefill_tokens=0,
             kv_usage=0.0,
             num_free_blocks=1,
+            num_free_tokens=16,
             num_blocks=1,
         )
 
