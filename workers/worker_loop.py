@@ -2,8 +2,13 @@
 
 Called by: worker_proc.py, in the main thread of the worker process, which alone writes the rank's slot of the
 status board. Waiting for a call sleeps in the kernel.
-Invariant: a call that must not come now ends the loop by an error: to go on would be to run out of step with the
-peers.
+
+A step is launched when its call comes, and answered when the device is done with it: the next one can be launched
+meanwhile. While a step is computed, the loop looks by turns for the next call and for the end of the step, without
+sleeping: who waits for the answer waits for the device. On CPU a step is computed when it is launched.
+Invariants: steps are answered in their order, and everything else happens between two steps: hooks, and the wait for
+grammar masks, which depend on the tokens of the step before. A call that must not come now ends the loop by an error:
+to go on would be to run out of step with the peers.
 
 When the parent dies: the process is killed (shm/child.py). When a peer rank dies: the executor kills this one.
 """
@@ -11,12 +16,13 @@ When the parent dies: the process is killed (shm/child.py). When a peer rank die
 import math
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from ..shm.channel import CallSequence, Receiver, Sender
 from ..shm.codec import FrameKind
-from ..shm.errors import ProtocolError, QueueClosedError
+from ..shm.errors import ProtocolError, QueueClosedError, QueueEmptyError
 from ..shm.exit_codes import ExitCode
 from ..shm.status_board import Phase, StatusSlot
 from .calls import (
@@ -33,10 +39,13 @@ from .calls import (
 )
 from .hooks import HookRegistry
 from .memory_report import ModelMemory
-from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .messages import GrammarMasks, PhaseTime, RankReport, SchedulerOutput
+from .step_in_flight import StepInFlight
 
 OUTPUT_RANK = 0
 """The tp_rank that answers a step."""
+MAX_LAUNCHED = 2
+"""Steps on the device at once: one that it computes, and one that it finds when it is done."""
 
 _REPLY_TIMEOUT_S = 60.0
 """For room in the ring of replies. It holds thousands of them, so the engine core is hung if it is full."""
@@ -59,10 +68,10 @@ class WorkerLike(Protocol):
         """Make the KV cache."""
         ...
 
-    def execute_model(
+    def begin_step(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
-    ) -> ModelRunnerOutput:
-        """Compute one step, together with the other ranks.
+    ) -> StepInFlight:
+        """Launch one step, together with the other ranks; its outcome is waited for later, in the order of steps.
 
         receive_masks: to be called once, before the step samples, exactly when it `needs_masks`; blocks
         """
@@ -132,6 +141,7 @@ class WorkerLoop:
         self._hooks = hooks
         self._tell_failure = tell_failure
         self._answers_steps = worker.tp_rank == OUTPUT_RANK
+        self._launched: deque[tuple[int, StepInFlight]] = deque()
 
     def run(self) -> ExitCode:
         """Serve until the executor closes the ring, or a stop is asked.
@@ -151,59 +161,100 @@ class WorkerLoop:
             return ExitCode.OK
 
     def _serve_next(self) -> bool:
-        """Serve one call; False when it failed and the replica must end."""
-        self._clock.set(Phase.IDLE)
-        with self._calls.receive(deadline_at=math.inf) as frame:
-            header, call = frame.header, frame.message
+        """Answer the steps that are done, and serve a call if one is there; waits for one when nothing is computed.
+
+        False when something failed and the replica must end.
+        """
+        if self._launched and not self._guard(self._launched[0][0], self._answer_computed):
+            return False
+        if not self._launched:
+            self._clock.set(Phase.IDLE)
+        try:
+            with self._calls.receive(deadline_at=None if self._launched else math.inf) as frame:
+                header, call = frame.header, frame.message
+        except QueueEmptyError:
+            return True
         self._sequence.accept(header)
+        is_step = isinstance(call, ExecuteModel)
+        if self._launched and not is_step and not self._guard(self._launched[0][0], self._answer_all):
+            return False
         step = call.scheduler_output.step if isinstance(call, ExecuteModel) else None
         self._clock.set(Phase.READING, call_id=header.call_id, step=step)
-        # The border of a call: whatever goes wrong is told, by any rank, at once.
+        return self._guard(
+            header.call_id, lambda: self._run(header.call_id, call), is_hook=isinstance(call, RunHook)
+        )
+
+    def _guard(self, call_id: int, run: Callable[[], None], *, is_hook: bool = False) -> bool:
+        """The border of a call: whatever goes wrong is told, by any rank, at once. False when the replica must end."""
         try:
-            reply = self._run(call)
-            if self._answers_steps or not isinstance(call, ExecuteModel):
-                self._clock.set(Phase.REPLYING)
-                self._send(FrameKind.REPLY, header.call_id, reply)
+            run()
         except Exception as error:
             if isinstance(error, QueueClosedError) and self._clock.phase is Phase.MASKS:
                 # The executor leaves, and owes nobody the masks of a step that it gives up.
                 raise
             failure = WorkerFailure(
                 tp_rank=self._worker.tp_rank,
-                call_id=header.call_id,
+                call_id=call_id,
                 phase=self._clock.phase,
                 error=f"{type(error).__name__}: {error}"[:_MAX_TEXT],
                 traceback=traceback.format_exc()[-_MAX_TEXT:],
                 failed_at=time.monotonic(),
             )
-            if not isinstance(call, RunHook):
+            if not is_hook:
                 self._tell_failure(failure)
                 return False
-            self._send(FrameKind.ERROR, header.call_id, failure)
+            self._send(FrameKind.ERROR, call_id, failure)
         return True
 
-    def _run(self, call: Call) -> Reply:
+    def _run(self, call_id: int, call: Call) -> None:
         match call:
             case ExecuteModel():
                 step = call.scheduler_output.step
-                return StepDone(
-                    self._worker.execute_model(call.scheduler_output, lambda: self._receive_masks(step))
-                )
+                launched = self._worker.begin_step(call.scheduler_output, lambda: self._receive_masks(step))
+                self._launched.append((call_id, launched))
+                # One that is computed already fails as its own call, and not as the next.
+                if len(self._launched) == 1 and launched.is_done:
+                    self._answer_oldest()
             case GiveMasks():
                 raise ProtocolError(f"masks came for step {call.masks.step}, and no step waits for them")
             case InitializeKVCache():
                 self._clock.set(Phase.KV_CACHE)
                 began_at = time.monotonic()
                 self._worker.initialize_kv_cache(call.num_blocks)
-                return KVCacheInitialized(time.monotonic() - began_at)
+                self._answer(call_id, KVCacheInitialized(time.monotonic() - began_at))
             case RunHook():
                 self._clock.set(Phase.HOOK)
-                return HookDone(self._hooks.run(self._worker, call.name, call.argument))
+                self._answer(call_id, HookDone(self._hooks.run(self._worker, call.name, call.argument)))
             case _:
                 assert_never(call)
 
+    def _answer_computed(self) -> None:
+        """Answer the oldest step if it is done, or wait for it when no further one may be launched before."""
+        if len(self._launched) == MAX_LAUNCHED or self._launched[0][1].is_done:
+            self._answer_oldest()
+
+    def _answer_all(self) -> None:
+        """Wait for all steps on the device, and answer them."""
+        while self._launched:
+            self._answer_oldest()
+
+    def _answer_oldest(self) -> None:
+        # Every rank waits for every step: what is on the host is the same on all of them then.
+        call_id, launched = self._launched.popleft()
+        output = launched.wait()
+        if self._answers_steps:
+            self._answer(call_id, StepDone(output))
+        if self._launched:
+            self._clock.set(Phase.FORWARD)
+
+    def _answer(self, call_id: int, reply: Reply) -> None:
+        self._clock.set(Phase.REPLYING)
+        self._send(FrameKind.REPLY, call_id, reply)
+
     def _receive_masks(self, step: int) -> GrammarMasks:
         """Wait for the masks of the step under way. The engine core sends them, or closes the ring, or is gone."""
+        # It makes them of the tokens of the step before.
+        self._answer_all()
         self._clock.set(Phase.MASKS)
         with self._calls.receive(deadline_at=math.inf) as frame:
             header, call = frame.header, frame.message

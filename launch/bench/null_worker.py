@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 
 from ...workers.memory_report import ModelMemory
-from ...workers.messages import GrammarMasks, ModelRunnerOutput, RankReport, SchedulerOutput
+from ...workers.messages import GrammarMasks, RankReport, SchedulerOutput
+from ...workers.step_in_flight import FinishedStep
 from ...workers.worker_config import WorkerConfig
 from .decode_load import sample_all
 
@@ -44,11 +45,11 @@ class NullWorker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """There is none."""
 
-    def execute_model(
+    def begin_step(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
-    ) -> ModelRunnerOutput:
+    ) -> FinishedStep:
         """Answer at once."""
-        return sample_all(scheduler_output)
+        return FinishedStep(sample_all(scheduler_output))
 
     def model_memory(self) -> ModelMemory:
         """Say that nothing is held."""

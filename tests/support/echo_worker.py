@@ -15,6 +15,7 @@ from phalanx.workers.config import CacheConfig, ModelConfig, ParallelConfig
 from phalanx.workers.executor import make_worker_configs
 from phalanx.workers.memory_report import ModelMemory
 from phalanx.workers.messages import GrammarMasks, ModelRunnerOutput, RankReport, SchedulerOutput
+from phalanx.workers.step_in_flight import FinishedStep
 from phalanx.workers.worker_config import WorkerConfig
 from support.children import wait_until
 
@@ -77,7 +78,12 @@ class EchoWorker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         self._meet_faults(KV_CACHE)
 
-    def execute_model(
+    def begin_step(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> FinishedStep:
+        return FinishedStep(self._compute(scheduler_output, receive_masks))
+
+    def _compute(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
     ) -> ModelRunnerOutput:
         self._on_phase("forward")

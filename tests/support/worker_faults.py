@@ -60,14 +60,14 @@ def _perhaps(moment: str) -> None:
             os._exit(EXIT_STATUS)
 
 
-def _wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_model(self: Worker, scheduled: Any, *rest: Any) -> Any:
+def _wrap_begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def begin_step(self: Worker, scheduled: Any, *rest: Any) -> Any:
         if any(POISON_TOKEN_ID in new.token_ids for new in scheduled.new_requests):
             os._exit(EXIT_STATUS)
         _perhaps("prefill" if scheduled.new_requests else "decode")
         return original(self, scheduled, *rest)
 
-    return execute_model
+    return begin_step
 
 
 def _wrap_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,5 +80,5 @@ def _wrap_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # In worker processes only: the tests themselves import this module for its names.
 if Path("/proc/self/cmdline").read_text().startswith("phalanx "):
-    Worker.execute_model = _wrap_execute_model(Worker.execute_model)  # type: ignore[method-assign]
+    Worker.begin_step = _wrap_begin_step(Worker.begin_step)  # type: ignore[method-assign]
     ShmGroup.all_reduce = _wrap_all_reduce(ShmGroup.all_reduce)  # type: ignore[method-assign]

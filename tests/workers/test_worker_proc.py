@@ -1,9 +1,11 @@
 """The worker's loop, driven in this process: which call gets which answer, and what ends the loop."""
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import pytest
@@ -28,7 +30,9 @@ from phalanx.workers.calls import (
     WorkerFailure,
 )
 from phalanx.workers.hooks import HookRegistry, encode_argument
-from phalanx.workers.memory_report import RankMemory
+from phalanx.workers.memory_report import ModelMemory, RankMemory
+from phalanx.workers.messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from phalanx.workers.step_in_flight import StepInFlight
 from phalanx.workers.worker_loop import PhaseClock, WorkerLoop
 from support.echo_worker import EchoWorker, Fault, echo_configs, echo_masks, echo_step
 
@@ -36,13 +40,17 @@ MEMORY_REPORT = RunHook("memory_report", encode_argument(None))
 
 
 class MakeHarness(Protocol):
-    def __call__(self, tp_rank: int, faults: list[Fault] | None = None) -> "Harness": ...
+    def __call__(
+        self, tp_rank: int, faults: list[Fault] | None = None, worker_class: type[EchoWorker] = EchoWorker
+    ) -> "Harness": ...
 
 
 class Harness:
     """One worker loop on rank `tp_rank`, with the executor's ends of its rings."""
 
-    def __init__(self, folder: Path, tp_rank: int, faults: list[Fault]) -> None:
+    def __init__(
+        self, folder: Path, tp_rank: int, faults: list[Fault], worker_class: type[EchoWorker]
+    ) -> None:
         requests = create_ring("test", capacity=1 << 16, num_readers=1)
         replies = create_ring("test", capacity=1 << 16, num_readers=1)
         self.sender = Sender(RingWriter(_again(requests)), epoch=0, rank=EXECUTOR_RANK)
@@ -55,8 +63,9 @@ class Harness:
         self.progress: list[str] = []
         self.clock = PhaseClock(self.board.writer(0), self.progress.append)
         self.failures: list[WorkerFailure] = []
+        self.worker: Any = worker_class(echo_configs(folder, 2, faults)[tp_rank], self.clock.begin)
         self.loop = WorkerLoop(
-            EchoWorker(echo_configs(folder, 2, faults)[tp_rank], self.clock.begin),
+            self.worker,
             calls=self._calls,
             replies=self._replies,
             sequence=CallSequence(0),
@@ -86,6 +95,47 @@ class Harness:
             end.close()
 
 
+class ComputingDevice(EchoWorker):
+    """Computes a step only when it is waited for, or told to; notes what happens in which order."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.story: list[str] = []
+        self.fails_at = 0
+
+    def begin_step(
+        self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
+    ) -> StepInFlight:
+        self.story.append(f"launch {scheduler_output.step}")
+        return ComputedLater(self, super().begin_step(scheduler_output, receive_masks).wait())
+
+    def model_memory(self) -> ModelMemory:
+        self.story.append("hook")
+        return super().model_memory()
+
+
+class ComputedLater:
+    """Is done once somebody has asked `num_looks` times, or waits."""
+
+    num_looks = 3
+
+    def __init__(self, worker: ComputingDevice, output: ModelRunnerOutput) -> None:
+        self._worker = worker
+        self._output = output
+        self._num_looks = 0
+
+    @property
+    def is_done(self) -> bool:
+        self._num_looks += 1
+        return self._num_looks > self.num_looks
+
+    def wait(self) -> ModelRunnerOutput:
+        self._worker.story.append(f"end {self._output.step}")
+        if self._output.step == self._worker.fails_at:
+            raise ArithmeticError("the device has failed")
+        return self._output
+
+
 def _again(segment: SharedSegment) -> SharedSegment:
     return SharedSegment.attach(os.dup(segment.fd), segment.size)
 
@@ -94,8 +144,10 @@ def _again(segment: SharedSegment) -> SharedSegment:
 def make_harness(tmp_path: Path) -> Iterator[MakeHarness]:
     made: list[Harness] = []
 
-    def make(tp_rank: int, faults: list[Fault] | None = None) -> Harness:
-        made.append(Harness(tmp_path, tp_rank, faults or []))
+    def make(
+        tp_rank: int, faults: list[Fault] | None = None, worker_class: type[EchoWorker] = EchoWorker
+    ) -> Harness:
+        made.append(Harness(tmp_path, tp_rank, faults or [], worker_class))
         return made[-1]
 
     yield make
@@ -165,6 +217,61 @@ def test_masks_that_are_missing_or_do_not_belong_to_the_step_end_the_replica(
 
     [failure] = harness.failures
     assert "ProtocolError" in failure.error
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_the_next_step_is_launched_before_the_one_ahead_is_done(
+    make_harness: MakeHarness, tp_rank: int
+) -> None:
+    harness = make_harness(tp_rank, worker_class=ComputingDevice)
+    harness.serve(*(ExecuteModel(echo_step(step)) for step in range(1, 5)), MEMORY_REPORT)
+
+    assert harness.worker.story == [
+        "launch 1", "launch 2", "end 1", "launch 3", "end 2", "launch 4", "end 3", "end 4", "hook",
+    ]  # fmt: skip
+    assert [call_id for call_id, _ in harness.take_answers()] == ([1, 2, 3, 4, 5] if tp_rank == 0 else [5])
+
+
+def test_a_step_is_answered_when_it_is_done_though_no_call_comes(make_harness: MakeHarness) -> None:
+    harness = make_harness(0, worker_class=ComputingDevice)
+    harness.sender.send(FrameKind.REQUEST, 1, ExecuteModel(echo_step(1)))
+    serving = threading.Thread(target=harness.loop.run)
+    serving.start()
+
+    with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
+        assert (frame.header.call_id, type(frame.message)) == (1, StepDone)
+    harness.sender.close()
+    serving.join(20.0)
+    assert not serving.is_alive()
+
+
+def test_a_step_waits_for_its_masks_only_when_the_one_ahead_is_answered(make_harness: MakeHarness) -> None:
+    harness = make_harness(0, worker_class=ComputingDevice)
+    harness.sender.send(FrameKind.REQUEST, 1, ExecuteModel(echo_step(1)))
+    harness.sender.send(FrameKind.REQUEST, 2, ExecuteModel(echo_step(2, needs_masks=True)))
+    serving = threading.Thread(target=harness.loop.run)
+    serving.start()
+
+    with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
+        assert frame.header.call_id == 1
+    harness.sender.send(FrameKind.REQUEST, 3, GiveMasks(echo_masks(2, 77)))
+    with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
+        assert isinstance(frame.message, StepDone)
+        assert frame.message.output.sampled_token_ids == [77]
+    harness.sender.close()
+    serving.join(20.0)
+    assert harness.worker.story == ["launch 1", "launch 2", "end 1", "end 2"]
+
+
+def test_a_failure_of_the_device_is_that_of_the_step_it_computed(make_harness: MakeHarness) -> None:
+    harness = make_harness(1, worker_class=ComputingDevice)
+    harness.worker.fails_at = 2
+    harness.serve(*(ExecuteModel(echo_step(step)) for step in range(1, 5)))
+
+    [failure] = harness.failures
+    assert (failure.call_id, failure.phase) == (2, "forward")
+    assert failure.error == "ArithmeticError: the device has failed"
+    assert harness.worker.story[-1] == "end 2"
 
 
 def test_a_step_that_fails_is_told_by_any_rank_and_is_the_last(make_harness: MakeHarness) -> None:
