@@ -32,8 +32,8 @@ def record_decode_graphs(
     from .kernels.triton_decode_inputs import make_decode_inputs
     from .kernels.triton_draw import draw
 
-    # Every row has one token: where each begins is the same in every step.
-    query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+    # There are no prompts.
+    prompt_starts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def make_context(inputs: DecodeInputs) -> ForwardContext:
         num_rows = inputs.kv_lens.shape[0]
@@ -43,7 +43,7 @@ def record_decode_graphs(
             rows=PagedRows(
                 num_rows=num_rows,
                 num_decode_rows=num_rows,
-                query_starts=query_starts[: num_rows + 1],
+                prompt_starts=prompt_starts,
                 kv_lens=inputs.kv_lens,
                 block_tables=inputs.block_tables.unbind(0),
                 max_query_len=1,

@@ -16,7 +16,7 @@ import torch
 class PagedRows:
     """One step.
 
-    query_starts:  [num_rows + 1] int32, where each row's new tokens begin among the step's
+    prompt_starts: [num_rows - num_decode_rows + 1] int32, where each prompt's new tokens begin among those of prompts
     kv_lens:       [num_rows] int32, tokens of each row after this step; 0: the row is padding, of which nothing is read
     block_tables:  of each KV cache group, [num_rows, max_blocks] int32; entries beyond a row's blocks, or before its
                    window, are not read
@@ -25,7 +25,7 @@ class PagedRows:
 
     num_rows: int
     num_decode_rows: int
-    query_starts: torch.Tensor
+    prompt_starts: torch.Tensor
     kv_lens: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     max_query_len: int

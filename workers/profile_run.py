@@ -68,7 +68,7 @@ def profile_peak_bytes(
 def _paged_context(rows: StepRows, windows: Sequence[int | None], device: torch.device) -> ForwardContext:
     """Every row is a prompt, even one of a single token: it makes no difference to what is held."""
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows.query_lens)])
-    query_starts, kv_lens, tables, slots = upload(
+    prompt_starts, kv_lens, tables, slots = upload(
         [starts, rows.kv_lens, rows.block_tables, slot_mapping(rows)], device
     )
     return ForwardContext(
@@ -77,7 +77,7 @@ def _paged_context(rows: StepRows, windows: Sequence[int | None], device: torch.
         rows=PagedRows(
             num_rows=len(rows.query_lens),
             num_decode_rows=0,
-            query_starts=query_starts.int(),
+            prompt_starts=prompt_starts.int(),
             kv_lens=kv_lens.int(),
             block_tables=tables.int().unbind(0),
             max_query_len=int(rows.query_lens.max()),

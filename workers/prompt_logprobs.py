@@ -20,6 +20,7 @@ from .config import LogprobsMode
 from .logit_processors import LARGEST, mask_padding
 from .logprobs import HostCopy, gather_logprobs, pack_table
 from .messages import LogprobTable
+from .upload import upload_one
 
 ROWS_AT_ONCE = 64
 """Positions whose logits exist at the same time: a long chunk's would take more memory than all else."""
@@ -69,8 +70,8 @@ class PromptLogprobs:
             if chunk.vocab_limit < self._vocab_size:
                 limits = torch.full((stop - start,), chunk.vocab_limit, device=logits.device)
                 mask_padding(logits, limits, chunk.vocab_limit, 0)
-            ids = torch.from_numpy(chunk.next_ids[start - chunk.start : stop - chunk.start])
-            table = gather_logprobs(logits, ids.to(logits.device), num_top, is_normalised=self._is_normalised)
+            ids = upload_one(chunk.next_ids[start - chunk.start : stop - chunk.start], logits.device)
+            table = gather_logprobs(logits, ids, num_top, is_normalised=self._is_normalised)
             copies.append(HostCopy([table.token_ids, table.values, table.ranks]))
 
     def take(self, row: int) -> LogprobTable | None:

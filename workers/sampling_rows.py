@@ -18,6 +18,7 @@ from .messages import NewRequest
 from .sampling_batch import LogprobGroup, Penalties, SamplingBatch, TokenMasks, TokenValues
 from .sampling_params import SamplingParams
 from .token_history import Ints, LastTokens, Slots, TokenCounts, grow
+from .upload import upload_one
 
 MAX_BIAS = 100.0
 MAX_GATHERED = 256
@@ -114,9 +115,9 @@ class SamplingRows:
         self._ints[row] = (new.seed, top_k, vocab_limit)
         self._changed.add(row)
         self._selection = None
-        prompt = np.array(new.token_ids[: new.num_prompt_tokens], dtype=np.int64)
         output = np.array(new.token_ids[new.num_prompt_tokens :], dtype=np.int64)
         if has_penalty(params):
+            prompt = np.array(new.token_ids[: new.num_prompt_tokens], dtype=np.int64)
             self._counts.add(row, prompt, output)
         if params.bad_words_token_ids:
             length = max(len(word) - 1 for word in params.bad_words_token_ids)
@@ -126,7 +127,7 @@ class SamplingRows:
             self._allowed = grow(self._allowed, self._allowed_slots.capacity, 0)
             allowed = np.zeros(self._vocab_size, dtype=np.bool_)
             allowed[list(params.allowed_token_ids)] = True
-            self._allowed[slot].copy_(torch.from_numpy(allowed))
+            self._allowed[slot] = upload_one(allowed, self._device)
         if params.min_tokens > 0 and new.stop_token_ids:
             ids = sorted({token_id for token_id in new.stop_token_ids if 0 <= token_id < self._vocab_size})
             self._held_back[row] = np.array(ids, dtype=np.int64)
@@ -146,7 +147,7 @@ class SamplingRows:
         floats, ints = selection.floats, selection.ints
         masks = None
         if grammar is not None and grammar.places:
-            words = torch.from_numpy(grammar.words).to(self._device)
+            words = upload_one(grammar.words, self._device)
             masks = TokenMasks(
                 row_index=self._index(grammar.places), allowed=unpack_masks(words, self._vocab_size)
             )
@@ -202,10 +203,8 @@ class SamplingRows:
         if self._changed:
             changed = sorted(self._changed)
             index = self._index(changed)
-            self._device_floats.index_copy_(
-                0, index, torch.from_numpy(self._floats[changed]).to(self._device)
-            )
-            self._device_ints.index_copy_(0, index, torch.from_numpy(self._ints[changed]).to(self._device))
+            self._device_floats.index_copy_(0, index, upload_one(self._floats[changed], self._device))
+            self._device_ints.index_copy_(0, index, upload_one(self._ints[changed], self._device))
             self._changed.clear()
         listed = rows.tolist()
         index = self._index(rows)
@@ -286,7 +285,7 @@ class SamplingRows:
             row_index=self._index([place for place, _, _ in entries]),
             place=self._index(np.repeat(np.arange(len(entries)), lengths)),
             token_ids=self._index(np.concatenate([ids for _, ids, _ in entries])),
-            values=torch.from_numpy(values).to(self._device),
+            values=upload_one(values, self._device),
         )
 
     def _words(self, rows: Sequence[int]) -> _Words | None:
@@ -342,7 +341,7 @@ class SamplingRows:
         )
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
+        return upload_one(np.asarray(values, dtype=np.int64), self._device)
 
 
 def is_plain(params: SamplingParams) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .device_rows import DeviceRows
@@ -47,8 +48,7 @@ def make_step_tensors(
     sampling_row_index = step.row_index[step.sampling_rows]
     arrays = [step.token_ids, step.positions, step.last_token_index, sampling_row_index, row_of_token]
     if is_paged:
-        query_starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(step.rows.query_lens)])
-        arrays += [step.row_index, query_starts, step.rows.kv_lens, slot_mapping(step.rows)]
+        arrays += [step.row_index, _prompt_starts(step), step.rows.kv_lens, slot_mapping(step.rows)]
     token_ids, positions, last_token_index, sampling_rows, rows_of_tokens, *paged = upload(arrays, device)
     if (step.token_ids == ON_DEVICE).any():
         sampled = on_device.last_tokens.index_select(0, rows_of_tokens)
@@ -66,12 +66,18 @@ def make_step_tensors(
     )
 
 
+def _prompt_starts(step: StepInput) -> npt.NDArray[np.int64]:
+    """Rows of one new token stand first."""
+    lens = step.rows.query_lens
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens[lens > 1])])
+
+
 def _paged_context(
     step: StepInput,
     on_device: DeviceRows,
     windows: Sequence[int | None],
     row_index: torch.Tensor,
-    query_starts: torch.Tensor,
+    prompt_starts: torch.Tensor,
     kv_lens: torch.Tensor,
     slot_mappings: torch.Tensor,
 ) -> ForwardContext:
@@ -85,7 +91,7 @@ def _paged_context(
         rows=PagedRows(
             num_rows=len(rows.query_lens),
             num_decode_rows=int((rows.query_lens == 1).sum()),
-            query_starts=query_starts.int(),
+            prompt_starts=prompt_starts.int(),
             kv_lens=kv_lens.int(),
             block_tables=tables.unbind(0),
             max_query_len=int(rows.query_lens.max()),

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .upload import upload_one
+
 Ints = npt.NDArray[np.int64]
 
 NO_TOKEN = -1
@@ -71,12 +73,11 @@ class TokenCounts:
         self.in_prompt = grow(self.in_prompt, self.slots.capacity, 0)
         self.counts = grow(self.counts, self.slots.capacity, 0)
         self.in_prompt[slot].zero_()
-        self.in_prompt[slot, torch.from_numpy(np.unique(prompt_token_ids)).to(self._device)] = True
+        self.in_prompt[slot, upload_one(np.unique(prompt_token_ids), self._device)] = True
         token_ids, counts = np.unique(output_token_ids, return_counts=True)
         self.counts[slot].zero_()
-        self.counts[slot, torch.from_numpy(token_ids).to(self._device)] = torch.from_numpy(
-            counts.astype(np.int32)
-        ).to(self._device)
+        places = upload_one(token_ids, self._device)
+        self.counts[slot, places] = upload_one(counts.astype(np.int32), self._device)
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count one token of each. slots, token_ids: [m] int64 on the device, no slot twice."""
@@ -113,8 +114,8 @@ class LastTokens:
         self.tokens[slot].fill_(NO_TOKEN)
         count = min(self.length, len(output_token_ids))
         if count:
-            last = torch.from_numpy(output_token_ids[-count:].astype(np.int64))
-            self.tokens[slot, self.length - count :] = last.to(self._device)
+            last = upload_one(output_token_ids[-count:].astype(np.int64), self._device)
+            self.tokens[slot, self.length - count :] = last
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Push one token of each. slots, token_ids: [m] int64 on the device, no slot twice."""

@@ -5,6 +5,7 @@ it out again only when the copy is done, so nobody has to keep it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,12 @@ def upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> lis
     on_device = buffer.to(device, non_blocking=True)
     parts = on_device.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def upload_one(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy one array of any dtype to `device`; on a GPU without waiting for what it computes."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pinned_ints(size: int, device: torch.device) -> torch.Tensor:

@@ -17,10 +17,11 @@ from support.paged_rows import PagedRows, make_paged_rows
 
 
 def step_rows(rows: PagedRows) -> StepPagedRows:
+    num_decode = sum(query_len == 1 for query_len in rows.query_lens)
     return StepPagedRows(
         num_rows=len(rows.query_lens),
-        num_decode_rows=sum(query_len == 1 for query_len in rows.query_lens),
-        query_starts=rows.query_starts,
+        num_decode_rows=num_decode,
+        prompt_starts=rows.query_starts[num_decode:] - num_decode,
         kv_lens=rows.kv_lens,
         block_tables=(torch.full_like(rows.block_tables, -1), rows.block_tables),
         max_query_len=max(rows.query_lens),

@@ -51,8 +51,8 @@ class AttentionBackend(ABC):
         returns           like q; what stands in rows of padding is undefined
         """
         num_decode, table = rows.num_decode_rows, rows.block_tables[group]
-        out = torch.empty_like(q)
-        if num_decode:
+        out = torch.empty_like(q) if num_decode else None
+        if out is not None:
             self.decode(
                 q[:num_decode],
                 k_cache,
@@ -63,24 +63,23 @@ class AttentionBackend(ABC):
                 scale=scale,
                 window=window,
             )
-        if num_decode < rows.num_rows:
-            self.prefill(
-                q[num_decode:],
-                k_cache,
-                v_cache,
-                table[num_decode : rows.num_rows],
-                rows.kv_lens[num_decode : rows.num_rows],
-                # Counted from the first of these rows.
-                rows.query_starts[num_decode : rows.num_rows + 1] - num_decode
-                if num_decode
-                else rows.query_starts[: rows.num_rows + 1],
-                out[num_decode:],
-                max_query_len=rows.max_query_len,
-                max_kv_len=rows.max_kv_len,
-                scale=scale,
-                window=window,
-            )
-        return out
+            if num_decode == rows.num_rows:
+                return out
+        of_prompts = self.prefill(
+            q[num_decode:],
+            k_cache,
+            v_cache,
+            table[num_decode : rows.num_rows],
+            rows.kv_lens[num_decode : rows.num_rows],
+            rows.prompt_starts,
+            None if out is None else out[num_decode:],
+            max_query_len=rows.max_query_len,
+            max_kv_len=rows.max_kv_len,
+            scale=scale,
+            window=window,
+        )
+        # Nothing but prompts: what was written is all there is.
+        return of_prompts if out is None else out
 
     @abstractmethod
     def decode(
@@ -107,12 +106,15 @@ class AttentionBackend(ABC):
         block_tables: torch.Tensor,
         kv_lens: torch.Tensor,
         query_starts: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         *,
         max_query_len: int,
         max_kv_len: int,
         scale: float,
         window: int | None,
-    ) -> None:
-        """Write `out` for rows with any number of new tokens; query_starts: [num_rows + 1], from 0 on."""
+    ) -> torch.Tensor:
+        """Compute rows with any number of new tokens; query_starts: [num_rows + 1], from 0 on.
+
+        Returns like q: `out`, written, when it is given.
+        """
         ...

@@ -35,14 +35,14 @@ class FlashAttention3(TritonAttention):
         block_tables: torch.Tensor,
         kv_lens: torch.Tensor,
         query_starts: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         *,
         max_query_len: int,
         max_kv_len: int,
         scale: float,
         window: int | None,
-    ) -> None:
-        result = self._attend(
+    ) -> torch.Tensor:
+        result: torch.Tensor = self._attend(
             q,
             k_cache,
             v_cache,
@@ -54,7 +54,7 @@ class FlashAttention3(TritonAttention):
             causal=True,
             window_size=_window_size(window),
         )
-        out.copy_(result)
+        return result if out is None else out.copy_(result)
 
 
 class FlashAttention2(TritonAttention):
@@ -74,15 +74,15 @@ class FlashAttention2(TritonAttention):
         block_tables: torch.Tensor,
         kv_lens: torch.Tensor,
         query_starts: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         *,
         max_query_len: int,
         max_kv_len: int,
         scale: float,
         window: int | None,
-    ) -> None:
+    ) -> torch.Tensor:
         key_starts = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        result = self._attend(
+        result: torch.Tensor = self._attend(
             q,
             k_cache,
             v_cache,
@@ -95,7 +95,7 @@ class FlashAttention2(TritonAttention):
             window_size=_window_size(window),
             block_table=block_tables,
         )
-        out.copy_(result)
+        return result if out is None else out.copy_(result)
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

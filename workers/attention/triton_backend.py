@@ -52,14 +52,14 @@ class TritonAttention(AttentionBackend):
         block_tables: torch.Tensor,
         kv_lens: torch.Tensor,
         query_starts: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         *,
         max_query_len: int,
         max_kv_len: int,
         scale: float,
         window: int | None,
-    ) -> None:
-        prefill_attention(
+    ) -> torch.Tensor:
+        return prefill_attention(
             q,
             k_cache,
             v_cache,

@@ -21,6 +21,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
+FEW_ROWS = 16
+"""Batches up to this have a kernel of their own, which looks at fewer lengths before it begins."""
 COMBINED_ELEMENTS = 16384
 """Of partial results, added up at once: what 128 threads hold in 128 registers each."""
 
@@ -109,6 +111,8 @@ def decode_attention(
     group_pad = max(16, triton.next_power_of_2(group))
     head_pad = triton.next_power_of_2(head_size)
     combine_pad = triton.next_power_of_2(group)
+    # Two kernels for all sizes of batches: each takes a second to compile.
+    rows_pad = FEW_ROWS if num_rows <= FEW_ROWS else triton.next_power_of_2(scratch.max_rows)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _decode_kernel[(tuning.programs_for(num_rows * num_kv_heads),)](
         q,
@@ -132,7 +136,7 @@ def decode_attention(
         v_cache.stride(1),
         v_cache.stride(2),
         block_tables.stride(0),
-        ROWS_PAD=triton.next_power_of_2(num_rows),
+        ROWS_PAD=rows_pad,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
