@@ -8,6 +8,9 @@ sampled token repeatable. Philox-4x32-10 (Salmon et al., 2011) in int64 arithmet
 
 The product of two 32-bit words wraps in int64, but its bits are those of the unsigned product, so masking after the
 shift gives the right halves.
+
+The logarithm is our own series (`log`): libraries differ in the last bit from device to device. It is made of
+operations that IEEE 754 rounds in one way alone, one after the other, here and in kernels/triton_noise.py.
 """
 
 import math
@@ -23,8 +26,15 @@ UNIFORM_BITS = 24
 TARGET_STREAM = 0
 """The draw of an output token. Other draws at the same position must use other streams."""
 
-MAX_GUMBEL = -math.log(-math.log1p(-(2.0 ** -(UNIFORM_BITS + 1))))
-"""Largest value that `gumbel_noise` can return: about 17.33."""
+MAX_GUMBEL = -math.log(-math.log1p(-(2.0 ** -(UNIFORM_BITS + 1)))) + 1e-9
+"""No value that `gumbel_noise` returns is larger: about 17.33, and room for the error of `log`."""
+
+EXPONENT_BITS = 52
+MANTISSA_FROM = 0x3FE6000000000000
+"""The bits of 0.6875 as float64: mantissas are taken between it and its double, around 1."""
+LN_2 = math.log(2.0)
+SERIES = tuple(2.0 / (2 * i + 1) for i in range(8))
+"""log((1 + s) / (1 - s)) = 2 s + 2/3 s^3 + 2/5 s^5 + ..., cut where what is left out is below 1e-12 of it."""
 
 
 def philox(
@@ -82,7 +92,21 @@ def _words(
     return philox(counter, key)
 
 
+def log(x: torch.Tensor) -> torch.Tensor:
+    """Natural logarithm of normal positive numbers, the same bits on every device. x: float64, any shape."""
+    bits = x.view(torch.int64)
+    exponent = (bits - MANTISSA_FROM) >> EXPONENT_BITS
+    mantissa = (bits - (exponent << EXPONENT_BITS)).view(torch.float64)
+    s = (mantissa - 1.0).div_(mantissa + 1.0)
+    squared = s * s
+    series = squared * SERIES[-1]
+    for coefficient in SERIES[-2:0:-1]:
+        series.add_(coefficient).mul_(squared)
+    series.add_(SERIES[0]).mul_(s)
+    return series.add_(exponent.double().mul_(LN_2))
+
+
 def _to_gumbel(words: torch.Tensor) -> torch.Tensor:
     # The middle of one of 2^24 cells: never 0 and never 1. In float32 the last one would round to 1.
-    uniform = ((words >> (32 - UNIFORM_BITS)).double() + 0.5) * 2.0**-UNIFORM_BITS
-    return -torch.log(-torch.log(uniform))
+    uniform = (words >> (32 - UNIFORM_BITS)).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    return log(log(uniform).neg_()).neg_()

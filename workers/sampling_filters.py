@@ -95,4 +95,4 @@ def _largest(scaled: torch.Tensor, count: int, columns: VocabColumns) -> torch.T
 
 def _mass(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Unnormalised probabilities in float64, so that their sum hardly depends on its order."""
-    return (values - largest).double().exp()
+    return (values.double() - largest.double()).exp()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.workers.noise import MAX_GUMBEL, gumbel_noise, gumbel_rows, philox
+from phalanx.workers.noise import MAX_GUMBEL, gumbel_noise, gumbel_rows, log, philox
 
 ONES = 0xFFFFFFFF
 
@@ -58,3 +58,11 @@ def test_noise_is_standard_gumbel_and_bounded() -> None:
     assert noise.max() <= MAX_GUMBEL
     assert abs(noise.mean() - np.euler_gamma) < 0.01
     assert abs(noise.var() - np.pi**2 / 6) < 0.02
+
+
+def test_the_logarithm_is_one() -> None:
+    cells = (torch.arange(0, 2**24, 997).double() + 0.5) * 2.0**-24
+    x = torch.cat([cells, 1.0 - cells * 2.0**-24, torch.rand(20000).double() * 20.0 + 1e-9])
+
+    assert ((log(x) - x.log()).abs() <= 1e-12 * x.log().abs()).all()
+    assert torch.equal(log(x[::3].clone()), log(x)[::3])

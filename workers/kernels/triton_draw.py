@@ -1,129 +1,282 @@
-"""The greedy choice and the plain draw at a temperature in two small Triton kernels, for CUDA.
+"""The choice of one token for each row in Triton kernels, for CUDA: greedy, or drawn by the Gumbel-max rule.
 
-Called by: decode_step.py, inside a CUDA graph. The reference is sampler.py over noise.py: the same Gumbel-max rule on
-the same counter-based noise (Philox-4x32-10, Salmon et al., 2011), in float64, so the tokens are the same. The first
-kernel finds the best token of each piece of a row, the second that of the row; of equal scores the lowest id wins.
+Called by: workers/fused_sampling.py. The reference is the torch path of workers/sampler.py; the tokens are the same.
+
+Rows are cut into pieces of PIECE ids. The first kernel reads the logits once, in their own type, and estimates in
+float32 the best score of each piece: many programs a row, so that few rows keep a GPU busy as well. The second has one
+program a row: a piece whose estimate comes close enough to the row's best is looked at again, with the noise of the
+reference in float64 and a tie for the lowest id. That is one piece, seldom two.
+
+Noise costs more than reading. A piece that cannot reach the best score so far even with the largest noise gets none,
+and a piece below the row's threshold is not even read when its largest logits are known (`group_best`).
+
+No call waits for the device, and all of them may be captured into a CUDA graph.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_IDS = 2048
-"""Token ids of one program of the first kernel."""
+from .. import noise
+from ..logit_processors import LARGEST
+from .triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel, philox
+
+PIECE = 2048
+GROUP = 64
+"""Adjacent ids whose largest logit `triton_filters.py` notes down."""
+MIN_PROGRAMS = 1056
+"""Eight for each multiprocessor of the largest GPUs of today."""
+
+_MAX_GUMBEL = tl.constexpr(noise.MAX_GUMBEL + ESTIMATE_ERROR)
+_ESTIMATE_ERROR = tl.constexpr(ESTIMATE_ERROR)
+_LARGEST = tl.constexpr(LARGEST)
+_NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
-def draw(
+def pieces_per_program(num_rows: int, num_pieces: int) -> int:
+    """Cut rows for enough programs, however few the rows are."""
+    programs_per_row = max(1, min(num_pieces, MIN_PROGRAMS // max(1, num_rows)))
+    return triton.cdiv(num_pieces, programs_per_row)
+
+
+def choose_tokens(
     logits: torch.Tensor,
-    rows: torch.Tensor,
-    sample_positions: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    vocab_limits: torch.Tensor,
-    last_tokens: torch.Tensor,
-) -> torch.Tensor:
-    """Choose one token for each row, and note it as the row's last.
+    *,
+    temperatures: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+    group_best: torch.Tensor | None = None,
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best score of each row, float64, and the token that has it, int64: both [rows].
 
-    logits:           [n, vocab_size], any float type, contiguous
-    rows:             [n] int64, of the tensors below
-    sample_positions: [n] int64, index of the token among its request's output tokens
-    temperatures:     [all rows] float32; 0: greedy
-    seeds, vocab_limits, last_tokens: [all rows] int64; the last is written; ids from the limit on are not drawn
-    returns           [n] int64
+    logits:           [rows, width], any float type, rows of any stride; left as they are
+    temperatures:     [rows] float32, 0: greedy; None: all rows are. With it seeds and positions: [rows] int64
+    kept:             [rows] float32, smallest tempered logit that may be drawn; None: any
+    group_best:       [rows, groups] float32, the largest tempered logit of each GROUP ids, to skip by; with `kept`
+    first_id:         token id of the first column, a multiple of 4
     """
-    num_rows, vocab_size = logits.shape
-    num_pieces = triton.cdiv(vocab_size, _IDS)
-    scores = torch.empty((num_rows, num_pieces), dtype=torch.float64, device=logits.device)
-    ids = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _best_of_piece[(num_pieces, num_rows)](
-        logits, rows, sample_positions, temperatures, seeds, vocab_limits, scores, ids, vocab_size, num_pieces,
-        QUADS=_IDS // 4, num_warps=4,
-    )  # fmt: skip
-    _best_of_row[(num_rows,)](
-        scores,
-        ids,
-        rows,
-        last_tokens,
-        tokens,
-        num_pieces,
-        PIECES=triton.next_power_of_2(num_pieces),
-        num_warps=1,
+    num_rows, width = logits.shape
+    assert first_id % 4 == 0, "four adjacent ids share one evaluation"
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_pieces = triton.cdiv(width, PIECE)
+    scores = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return scores, token_ids
+    estimates = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
+    # What a kernel does not read may be any pointer.
+    values = (
+        logits,
+        estimates if temperatures is None else temperatures,
+        estimates if seeds is None else seeds,
+        estimates if positions is None else positions,
+        estimates if kept is None else kept,
     )
-    return tokens
+    strides = (1, 1, 1, 1)
+    if temperatures is not None and seeds is not None and positions is not None:
+        # Columns of a table of parameters.
+        strides = (temperatures.stride(0), seeds.stride(0), positions.stride(0), 1 if kept is None else kept.stride(0))
+    step = pieces_per_program(num_rows, num_pieces)
+    has_group_best = group_best is not None and kept is not None
+    _estimate_kernel[(num_rows, triton.cdiv(num_pieces, step))](
+        *values,
+        group_best if has_group_best else estimates,
+        estimates,
+        *strides,
+        logits.stride(0),
+        width,
+        num_pieces,
+        first_id,
+        0 if group_best is None else group_best.shape[1],
+        step,
+        IS_RANDOM=temperatures is not None,
+        HAS_KEPT=kept is not None,
+        HAS_GROUP_BEST=has_group_best,
+        PIECE=PIECE,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    _finish_kernel[(num_rows,)](
+        *values,
+        estimates,
+        scores,
+        token_ids,
+        *strides,
+        logits.stride(0),
+        width,
+        num_pieces,
+        first_id,
+        IS_RANDOM=temperatures is not None,
+        HAS_KEPT=kept is not None,
+        PIECE=PIECE,
+        NUM_PIECES_PAD=triton.next_power_of_2(num_pieces),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return scores, token_ids
 
 
 @triton.jit
-def _gumbel(words):
-    """Uniform in the middles of 2^24 cells, as noise.py."""
-    uniform = ((words.to(tl.uint32, bitcast=True) >> 8).to(tl.float64) + 0.5) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(uniform))
+def _quarters(x, QUADS: tl.constexpr):
+    """[4 * QUADS] apart by the remainder of 4."""
+    even, odd = tl.split(tl.reshape(x, (QUADS, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
-@triton.jit
-def _score(logits_ptr, offset, ids, limit, divisor, words, is_greedy):
-    logits = tl.load(logits_ptr + offset + ids, mask=ids < limit, other=-float("inf")).to(tl.float32)
-    scaled = tl.div_rn(logits, divisor).to(tl.float64)
-    scores = tl.where(is_greedy, logits.to(tl.float64), scaled + _gumbel(words))
-    return tl.where(ids < limit, scores, -float("inf"))
+_STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions", "stride_kept"]
 
 
-@triton.jit(do_not_specialize=["num_pieces"])
-def _best_of_piece(
+@triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "first_id", "num_groups", "step"])
+def _estimate_kernel(
     logits_ptr,
-    rows_ptr,
-    sample_positions_ptr,
     temperatures_ptr,
     seeds_ptr,
-    vocab_limits_ptr,
-    scores_ptr,
-    ids_ptr,
-    vocab_size,
+    positions_ptr,
+    kept_ptr,
+    group_best_ptr,
+    estimates_ptr,
+    stride_temperatures,
+    stride_seeds,
+    stride_positions,
+    stride_kept,
+    stride_logits,
+    width,
     num_pieces,
-    QUADS: tl.constexpr,
+    first_id,
+    num_groups,
+    step,
+    IS_RANDOM: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_GROUP_BEST: tl.constexpr,
+    PIECE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    piece = tl.program_id(0)
-    at = tl.program_id(1)
-    row = tl.load(rows_ptr + at)
-    temperature = tl.load(temperatures_ptr + row)
-    seed = tl.load(seeds_ptr + row)
-    limit = tl.minimum(tl.load(vocab_limits_ptr + row), vocab_size)
-    position = tl.load(sample_positions_ptr + at).to(tl.int32)
-    is_greedy = temperature == 0.0
-    divisor = tl.zeros([QUADS], tl.float32) + tl.where(is_greedy, 1.0, temperature)
-    quads = piece * QUADS + tl.arange(0, QUADS)
-    zeros = tl.zeros([QUADS], tl.int32)
-    # One evaluation gives the noise of four adjacent ids.
-    w0, w1, w2, w3 = tl.philox(seed, position + zeros, quads, zeros, zeros)
-    offset = at.to(tl.int64) * vocab_size
-    ids = quads * 4
-    s0 = _score(logits_ptr, offset, ids, limit, divisor, w0, is_greedy)
-    s1 = _score(logits_ptr, offset, ids + 1, limit, divisor, w1, is_greedy)
-    s2 = _score(logits_ptr, offset, ids + 2, limit, divisor, w2, is_greedy)
-    s3 = _score(logits_ptr, offset, ids + 3, limit, divisor, w3, is_greedy)
-    best = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), 0)
-    none = 0x7FFFFFFF
-    lowest = tl.minimum(
-        tl.minimum(tl.where(s0 == best, ids, none), tl.where(s1 == best, ids + 1, none)),
-        tl.minimum(tl.where(s2 == best, ids + 2, none), tl.where(s3 == best, ids + 3, none)),
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * step
+    logits_ptr += row * stride_logits
+    column = tl.arange(0, PIECE)
+    group = tl.arange(0, PIECE // GROUP)
+    temperature = 0.0
+    if IS_RANDOM:
+        temperature = tl.load(temperatures_ptr + row * stride_temperatures)
+        seed = tl.load(seeds_ptr + row * stride_seeds)
+        position = tl.load(positions_ptr + row * stride_positions)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    inverse = 1.0 / divisor
+    kept = -float("inf")
+    if HAS_KEPT:
+        kept = tl.load(kept_ptr + row * stride_kept)
+    reached = -float("inf")
+    for piece in range(first, tl.minimum(first + step, num_pieces)):
+        estimate = -float("inf")
+        may_count = True
+        if HAS_GROUP_BEST:
+            number = piece * (PIECE // GROUP) + group
+            best = tl.load(
+                group_best_ptr + row * num_groups + number, mask=number < num_groups, other=-float("inf")
+            )
+            may_count = tl.max(best, 0) >= kept
+        if may_count:
+            at = piece * PIECE + column
+            x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+            if IS_RANDOM:
+                x = tl.minimum(x, _LARGEST)
+                if HAS_KEPT:
+                    # As exact as the reference: a token is either kept or not.
+                    x = tl.div_rn(x, tl.zeros_like(x) + divisor)
+                    x = tl.where(x >= kept, x, -float("inf"))
+                else:
+                    x = x * inverse
+            estimate = tl.max(x, 0)
+            if IS_RANDOM:
+                if (temperature != 0.0) & (estimate + _MAX_GUMBEL >= reached - tl.abs(reached) * 1e-6):
+                    quad = (first_id + piece * PIECE) // 4 + tl.arange(0, PIECE // 4)
+                    w0, w1, w2, w3 = philox(quad, position, seed)
+                    x0, x1, x2, x3 = _quarters(x, PIECE // 4)
+                    best01 = tl.maximum(x0 + estimate_gumbel(w0), x1 + estimate_gumbel(w1))
+                    best23 = tl.maximum(x2 + estimate_gumbel(w2), x3 + estimate_gumbel(w3))
+                    estimate = tl.max(tl.maximum(best01, best23), 0)
+                    reached = tl.maximum(reached, estimate)
+                elif temperature != 0.0:
+                    estimate = -float("inf")
+        tl.store(estimates_ptr + row * num_pieces + piece, estimate)
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "first_id"])
+def _finish_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    kept_ptr,
+    estimates_ptr,
+    scores_ptr,
+    token_ids_ptr,
+    stride_temperatures,
+    stride_seeds,
+    stride_positions,
+    stride_kept,
+    stride_logits,
+    width,
+    num_pieces,
+    first_id,
+    IS_RANDOM: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    PIECE: tl.constexpr,
+    NUM_PIECES_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    column = tl.arange(0, PIECE)
+    temperature = 0.0
+    if IS_RANDOM:
+        temperature = tl.load(temperatures_ptr + row * stride_temperatures)
+        seed = tl.load(seeds_ptr + row * stride_seeds)
+        position = tl.load(positions_ptr + row * stride_positions)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    kept = -float("inf")
+    if HAS_KEPT:
+        kept = tl.load(kept_ptr + row * stride_kept)
+    pieces = tl.arange(0, NUM_PIECES_PAD)
+    estimates = tl.load(
+        estimates_ptr + row * num_pieces + pieces, mask=pieces < num_pieces, other=-float("inf")
     )
-    place = at * num_pieces + piece
-    tl.store(scores_ptr + place, best)
-    tl.store(ids_ptr + place, tl.min(lowest, 0))
-
-
-@triton.jit(do_not_specialize=["num_pieces"])
-def _best_of_row(
-    scores_ptr, ids_ptr, rows_ptr, last_tokens_ptr, tokens_ptr, num_pieces, PIECES: tl.constexpr
-):
-    at = tl.program_id(0)
-    pieces = tl.arange(0, PIECES)
-    is_piece = pieces < num_pieces
-    scores = tl.load(scores_ptr + at * num_pieces + pieces, mask=is_piece, other=-float("inf"))
-    ids = tl.load(ids_ptr + at * num_pieces + pieces, mask=is_piece, other=0x7FFFFFFF)
-    best = tl.max(scores, 0)
-    token = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), 0).to(tl.int64)
-    # A row whose logits are no numbers has no best token; padding may be such a row.
-    token = tl.where(token == 0x7FFFFFFF, 0, token)
-    tl.store(tokens_ptr + at, token)
-    tl.store(last_tokens_ptr + tl.load(rows_ptr + at), token)
+    bound = tl.max(estimates, 0)
+    if temperature != 0.0:
+        # Both estimates may be wrong, by what float32 rounds of a logit and by the error of the noise.
+        bound -= 4.0 * (_ESTIMATE_ERROR + (tl.abs(bound) + 40.0) * 2.5e-7)
+    is_open = (estimates >= bound) & (pieces < num_pieces)
+    best_score = tl.full((), -float("inf"), tl.float64)
+    best_id = tl.full((), _NO_ID, tl.int32)
+    piece = tl.min(tl.where(is_open, pieces, _NO_ID), 0)
+    while piece < _NO_ID:
+        at = piece * PIECE + column
+        x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+        if IS_RANDOM:
+            x = tl.minimum(x, _LARGEST)
+            x = tl.div_rn(x, tl.zeros_like(x) + divisor)
+        score = x.to(tl.float64)
+        if IS_RANDOM:
+            if temperature != 0.0:
+                quad = (first_id + piece * PIECE) // 4 + tl.arange(0, PIECE // 4)
+                w0, w1, w2, w3 = philox(quad, position, seed)
+                even = tl.join(gumbel(w0), gumbel(w2))
+                odd = tl.join(gumbel(w1), gumbel(w3))
+                score += tl.reshape(tl.join(even, odd), (PIECE,))
+                if HAS_KEPT:
+                    score = tl.where(x >= kept, score, -float("inf"))
+        piece_score = tl.max(score, 0)
+        piece_id = tl.min(tl.where((score == piece_score) & (at < width), at, _NO_ID), 0)
+        # Pieces come in the order of their ids: of equal ones the first stays.
+        is_better = (piece_score > best_score) | (best_id == _NO_ID)
+        best_score = tl.where(is_better, piece_score, best_score)
+        best_id = tl.where(is_better, piece_id, best_id)
+        piece = tl.min(tl.where(is_open & (pieces > piece), pieces, _NO_ID), 0)
+    tl.store(scores_ptr + row, best_score)
+    # No token is the best of a row that is not of numbers.
+    tl.store(token_ids_ptr + row, first_id + tl.minimum(best_id, width - 1).to(tl.int64))
