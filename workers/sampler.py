@@ -4,7 +4,8 @@ Called by: the model runner, on every rank. All ranks draw the same tokens, from
 part of the rows (`VocabShard`), without telling each other.
 
 A row's token depends only on its own logits, parameters, tokens, seed and output position, never on its neighbours:
-rows are only batched, never mixed. The order, all of it in float32:
+rows are only batched, never mixed. On a GPU Triton's kernels choose the token (fused_sampling.py), elsewhere plain
+torch, from the same logits the same one. The order, all of it in float32:
 
     padding and grammar masks -> [raw log-probabilities] -> allowed tokens, bad words, bias, min_tokens, penalties
     -> greedy choice -> temperature -> min-p -> top-k -> top-p on what is left -> draw
@@ -18,12 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from .config import LogprobsMode
+from .kernels.ops import HAS_TRITON, is_fused
 from .logit_processors import LARGEST, mask_grammar, mask_padding, process
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import MAX_GUMBEL, gumbel_noise, gumbel_rows
 from .sampling_batch import SamplingBatch
 from .sampling_filters import thresholds
 from .vocab_columns import WHOLE, VocabColumns, best_of
+
+if HAS_TRITON:
+    from . import fused_sampling
 
 _RAW = (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
 
@@ -45,32 +50,29 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns = W
 
     logits: [rows, width], the columns of `columns`; any float type, left as they are
     """
-    # float32 before anything else: in bfloat16 a sum of probabilities means nothing. A copy only where it is needed.
-    logits = logits.to(
-        torch.float32, copy=batch.changes_logits or bool(batch.logprobs) or not batch.all_greedy
-    )
+    uses_kernels = is_fused(logits)
+    in_place = batch.changes_logits or bool(batch.logprobs) or not (batch.all_greedy or uses_kernels)
+    if in_place or not uses_kernels:
+        # float32 before anything else: in bfloat16 a sum of probabilities means nothing. Kernels widen as they read.
+        logits = logits.to(torch.float32, copy=in_place)
     if batch.vocab_limits is not None:
         mask_padding(logits, batch.vocab_limits, batch.min_vocab_limit, columns.first_id)
     if batch.grammar is not None:
         mask_grammar(logits, batch.grammar, columns)
-    if batch.penalties is not None or batch.logprobs or not batch.all_greedy:
+    if batch.penalties is not None or batch.logprobs or (in_place and not batch.all_greedy):
         # float16 reaches infinity, and infinity minus infinity is no number.
         logits.clamp_(max=LARGEST)
     raw = [logits.index_select(0, group.row_index) for group in batch.logprobs if batch.logprobs_mode in _RAW]
     process(logits, batch, columns)
-    best_value, greedy = best_of(columns, logits)
-    token_ids, kept = greedy, None
-    if not batch.all_greedy:
-        is_greedy = batch.temperatures == 0.0
-        divisors = torch.where(is_greedy, 1.0, batch.temperatures)
-        scaled = logits.div_(divisors.unsqueeze(-1))
-        if batch.any_min_p or batch.any_filtered:
-            kept = thresholds(scaled, batch, columns, best_value / divisors)
-        drawn = _draw(scaled, greedy, best_value / divisors, kept, batch, columns)
-        token_ids = torch.where(is_greedy, greedy, drawn)
+    if uses_kernels:
+        token_ids, kept = fused_sampling.choose(logits, batch, columns)
+    else:
+        token_ids, kept = _choose(logits, batch, columns)
     if not batch.logprobs:
         return Sampled(token_ids=token_ids)
     if not raw:
+        if uses_kernels and not batch.all_greedy:
+            fused_sampling.temper(logits, batch)
         if kept is not None:
             # A greedy row has no filter: its threshold is -inf.
             logits.masked_fill_(logits < kept.unsqueeze(-1), -torch.inf)
@@ -87,6 +89,23 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns = W
         for rows, group in zip(raw, batch.logprobs, strict=True)
     )
     return Sampled(token_ids=token_ids, logprobs=tables)
+
+
+def _choose(
+    logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See fused_sampling.choose; but logits are float32, and divided by the temperatures in place."""
+    best_value, greedy = best_of(columns, logits)
+    if batch.all_greedy:
+        return greedy, None
+    is_greedy = batch.temperatures == 0.0
+    divisors = torch.where(is_greedy, 1.0, batch.temperatures)
+    scaled = logits.div_(divisors.unsqueeze(-1))
+    kept = None
+    if batch.any_min_p or batch.any_filtered:
+        kept = thresholds(scaled, batch, columns, best_value / divisors)
+    drawn = _draw(scaled, greedy, best_value / divisors, kept, batch, columns)
+    return torch.where(is_greedy, greedy, drawn), kept
 
 
 def _draw(

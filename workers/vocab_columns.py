@@ -90,12 +90,17 @@ def best_of(columns: VocabColumns, x: torch.Tensor) -> tuple[torch.Tensor, torch
     x: [rows, width] float; returns ([rows] of x's type, [rows] int64)
     """
     index = first_argmax(x)
-    value = x.gather(-1, index.unsqueeze(-1))
-    token_id = (index + columns.first_id).unsqueeze(-1)
+    return best_of_all(columns, x.gather(-1, index.unsqueeze(-1)).squeeze(-1), index + columns.first_id)
+
+
+def best_of_all(
+    columns: VocabColumns, value: torch.Tensor, token_id: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the best of what each rank has found for itself. value: [rows] float; token_id: [rows] int64."""
     if columns is WHOLE:
-        return value.squeeze(-1), token_id.squeeze(-1)
+        return value, token_id
     # Ids are exact in float64, and so are values of 32 bits: one exchange instead of two.
-    pairs = columns.gather(torch.cat([value.double(), token_id.double()], dim=-1)).unflatten(-1, (-1, 2))
+    pairs = columns.gather(torch.stack([value.double(), token_id.double()], dim=-1)).unflatten(-1, (-1, 2))
     rank = first_argmax(pairs[..., 0]).unsqueeze(-1)
     values, token_ids = pairs[..., 0].gather(-1, rank), pairs[..., 1].gather(-1, rank)
-    return values.squeeze(-1).to(x.dtype), token_ids.squeeze(-1).long()
+    return values.squeeze(-1).to(value.dtype), token_ids.squeeze(-1).long()

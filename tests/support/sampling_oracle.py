@@ -102,13 +102,17 @@ def expect(row: Row, *, slack: float = 0.0) -> Expected:
 
 
 def hold(
-    rows: list[Row], *, mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS, max_num_seqs: int | None = None
+    rows: list[Row],
+    *,
+    mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+    max_num_seqs: int | None = None,
+    device: str = "cpu",
 ) -> SamplingRows:
     """Rows as a worker holds them, row i of the batch in row i."""
     held = SamplingRows(
         max_num_seqs=max_num_seqs or len(rows),
         vocab_size=rows[0].logits.size,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         logprobs_mode=mode,
     )
     for number, row in enumerate(rows):

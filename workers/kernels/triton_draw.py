@@ -78,7 +78,12 @@ def choose_tokens(
     strides = (1, 1, 1, 1)
     if temperatures is not None and seeds is not None and positions is not None:
         # Columns of a table of parameters.
-        strides = (temperatures.stride(0), seeds.stride(0), positions.stride(0), 1 if kept is None else kept.stride(0))
+        strides = (
+            temperatures.stride(0),
+            seeds.stride(0),
+            positions.stride(0),
+            1 if kept is None else kept.stride(0),
+        )
     step = pieces_per_program(num_rows, num_pieces)
     has_group_best = group_best is not None and kept is not None
     _estimate_kernel[(num_rows, triton.cdiv(num_pieces, step))](

@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 from .. import noise
 
 ESTIMATE_ERROR = 1e-5
-"""Bound of the difference between `estimate_gumbel` and `gumbel`: that of GPUs' approximate logarithm, and some room."""
+"""The two differ by less: the error of GPUs' approximate logarithm, and some room."""
 
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _MULTIPLIER_0 = tl.constexpr(noise.MULTIPLIERS[0])

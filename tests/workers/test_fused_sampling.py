@@ -1,0 +1,273 @@
+"""Triton's kernels of the sampler against the torch path: the same tokens, the same thresholds, bit by bit.
+
+They run in Triton's interpreter where there is no card.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from phalanx.workers import fused_sampling, sampler
+from phalanx.workers.config import LogprobsMode
+from phalanx.workers.kernels import triton_filters
+from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens
+from phalanx.workers.kernels.triton_filters import find_thresholds
+from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
+from phalanx.workers.noise import gumbel_rows
+from phalanx.workers.sampler import Sampled
+from phalanx.workers.sampling_batch import SamplingBatch
+from phalanx.workers.sampling_filters import thresholds
+from phalanx.workers.sampling_params import SamplingParams
+from phalanx.workers.vocab_columns import WHOLE
+from support.kernel_device import DEVICE, HAS_CARD, NARROW
+from support.sampling_oracle import Row, batch_of, hold, logits_of, random_row
+
+WITHOUT_SHRINKING = settings(
+    max_examples=200 if HAS_CARD else 8, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
+KINDS = st.sampled_from(["normal", "peaked", "ties", "equal", "one-hot", "masked", "nothing", "huge"])
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler takes the kernels, on a CPU as well."""
+    monkeypatch.setattr(sampler, "is_fused", lambda x: True)
+    monkeypatch.setattr(sampler, "fused_sampling", fused_sampling, raising=False)
+
+
+class Gathered:
+    """A rank's part of the columns, and what all ranks would bring together."""
+
+    def __init__(self, first_id: int, everything: torch.Tensor) -> None:
+        self.first_id = first_id
+        self._everything = everything
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        at = 0 if self.first_id == 0 else x.shape[-1]
+        assert torch.equal(x, self._everything[:, at : at + x.shape[-1]])
+        return self._everything
+
+
+def make_row(generator: np.random.Generator, kind: str, width: int) -> np.ndarray:
+    x = generator.normal(size=width) * 2.0
+    if kind == "peaked":
+        x = x * 0.5 + 12.0 * (generator.random(width) < 3.0 / width)
+    elif kind == "ties":
+        x = x.round()
+    elif kind == "equal":
+        x[:] = -1.5
+    elif kind == "one-hot":
+        x[:] = -np.inf
+        x[generator.integers(width)] = 0.25
+    elif kind == "masked":
+        x[generator.random(width) < 0.7] = -np.inf
+        x[generator.integers(width)] = 1.0
+    elif kind == "nothing":
+        x[:] = -np.inf
+    elif kind == "huge":
+        x[generator.random(width) < 0.2] = np.inf
+        x[generator.random(width) < 0.2] = -1e25
+    return x
+
+
+def make_rows(seed: int, kinds: list[str], width: int) -> torch.Tensor:
+    generator = np.random.default_rng(seed)
+    rows = np.stack([make_row(generator, kind, width) for kind in kinds])
+    return torch.from_numpy(rows.astype(np.float32))
+
+
+def make_batch(seed: int, num_rows: int, width: int, max_top_k: int) -> SamplingBatch:
+    generator = np.random.default_rng(seed)
+    temperatures = torch.from_numpy(generator.choice([0.0, 0.01, 0.6, 1.0, 1.7], num_rows).astype(np.float32))
+    top_ks = torch.from_numpy(generator.choice([0, 1, 3, 60, max_top_k, width - 1], num_rows))
+    top_ks[(top_ks >= width) | (top_ks > max_top_k)] = 0
+    top_ps = torch.from_numpy(generator.choice([1.0, 0.999, 0.9, 0.5, 1e-9], num_rows).astype(np.float32))
+    min_ps = torch.from_numpy(generator.choice([0.0, 0.0, 0.003, 0.4, 1.0], num_rows).astype(np.float32))
+    is_random = temperatures > 0
+    return SamplingBatch(
+        temperatures=temperatures,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
+        seeds=torch.from_numpy(generator.integers(-(2**63), 2**63 - 1, num_rows)),
+        positions=torch.from_numpy(generator.integers(0, 2**20, num_rows)),
+        all_greedy=False,
+        any_filtered=True,
+        any_min_p=True,
+        max_top_k=int((top_ks * is_random).max()),
+        has_open_nucleus=bool((is_random & (top_ps < 1.0) & (top_ks == 0)).any()),
+    )
+
+
+def on_device(batch: SamplingBatch) -> SamplingBatch:
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    moved = {name: value.to(DEVICE) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(batch, **moved)
+
+
+def scaled_of(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return fused_sampling.temper(logits.float().clamp(max=1e30), batch)
+
+
+@triton.jit
+def _noise_kernel(words_ptr, estimate_ptr, exact_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    words = tl.load(words_ptr + at).to(tl.uint32)
+    tl.store(estimate_ptr + at, estimate_gumbel(words))
+    tl.store(exact_ptr + at, gumbel(words))
+
+
+def test_the_estimate_of_the_noise_errs_by_less_than_it_says() -> None:
+    edges = torch.cat([torch.arange(4096), 2**23 + torch.arange(-2048, 2048), 2**24 - 1 - torch.arange(4096)])
+    cells = torch.cat([edges, torch.randint(0, 2**24, (4096 * 13,))]).to(DEVICE)
+    estimate = torch.empty(cells.shape, dtype=torch.float32, device=DEVICE)
+    exact = torch.empty(cells.shape, dtype=torch.float64, device=DEVICE)
+
+    _noise_kernel[(cells.numel() // 4096,)](cells << 8, estimate, exact, SIZE=4096, enable_fp_fusion=False)
+
+    assert (estimate.double() - exact).abs().max() < ESTIMATE_ERROR / 2
+
+
+@WITHOUT_SHRINKING
+@given(
+    seed=st.integers(0, 10**6),
+    kinds=st.lists(KINDS, min_size=1, max_size=4),
+    width=st.sampled_from([1, 3, 64, 1000, PIECE, PIECE + 1, 3 * PIECE - 5]),
+    dtype=st.sampled_from([torch.float32, NARROW]),
+    first_id=st.sampled_from([0, 4, 128]),
+)
+def test_a_draw_is_the_references_score_and_lowest_id(
+    seed: int, kinds: list[str], width: int, dtype: torch.dtype, first_id: int
+) -> None:
+    logits = make_rows(seed, kinds, width).to(dtype)
+    batch = make_batch(seed, len(kinds), width, width)
+    scaled = scaled_of(logits, batch)
+    noise = gumbel_rows(batch.seeds, batch.positions, width, first_id=first_id)
+    is_random = (batch.temperatures > 0).unsqueeze(-1)
+    expected = torch.where(is_random, scaled.double() + noise, scaled.double())
+
+    scores, token_ids = choose_tokens(
+        logits.to(DEVICE),
+        temperatures=batch.temperatures.to(DEVICE),
+        seeds=batch.seeds.to(DEVICE),
+        positions=batch.positions.to(DEVICE),
+        first_id=first_id,
+    )
+
+    assert torch.equal(scores.cpu(), expected.amax(dim=-1))
+    assert torch.equal(token_ids.cpu(), expected.argmax(dim=-1) + first_id)
+    _, greedy = choose_tokens(logits.to(DEVICE), first_id=first_id)
+    assert torch.equal(greedy.cpu(), logits.float().argmax(dim=-1) + first_id)
+
+
+@WITHOUT_SHRINKING
+@given(
+    seed=st.integers(0, 10**6),
+    kinds=st.lists(KINDS.filter(lambda kind: kind != "huge"), min_size=1, max_size=5),
+    width=st.sampled_from([1, 3, 64, 1000, 5000]),
+    max_top_k=st.sampled_from([20, 300, 10**6]),
+    num_chosen=st.sampled_from([4, 16, 64, 256]),
+)
+def test_thresholds_keep_what_the_reference_keeps(
+    seed: int, kinds: list[str], width: int, max_top_k: int, num_chosen: int
+) -> None:
+    logits = make_rows(seed, kinds, width)
+    batch = make_batch(seed, len(kinds), width, min(max_top_k, width - 1))
+    scaled = scaled_of(logits, batch)
+    expected = thresholds(scaled, batch, WHOLE, scaled.amax(dim=-1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        # With few groups, short rows too take the way of those that are flat.
+        patch.setattr(triton_filters, "FEW_CHOSEN", min(num_chosen, 64))
+        patch.setattr(triton_filters, "MANY_CHOSEN", num_chosen)
+        kept, group_best = find_thresholds(
+            logits.to(DEVICE),
+            temperatures=batch.temperatures.to(DEVICE),
+            top_ks=batch.top_ks.to(DEVICE),
+            top_ps=batch.top_ps.to(DEVICE),
+            min_ps=batch.min_ps.to(DEVICE),
+            max_top_k=batch.max_top_k,
+            has_open_nucleus=batch.has_open_nucleus,
+        )
+
+    is_kept = scaled >= kept.cpu().unsqueeze(-1)
+    assert torch.equal(is_kept, scaled >= expected.unsqueeze(-1))
+    padded = torch.nn.functional.pad(scaled, (0, -width % 64), value=-torch.inf)
+    assert torch.equal(group_best.cpu(), padded.unflatten(-1, (-1, 64)).amax(dim=-1))
+
+
+def sample_rows(rows: list[Row], mode: LogprobsMode) -> Sampled:
+    held = hold(rows, mode=mode, device=DEVICE)
+    return sampler.sample(logits_of(rows).to(DEVICE), batch_of(held, rows))
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize(
+    ("probabilities", "params", "kept"),
+    [
+        ([0.5, 0.3, 0.1, 0.1], {"top_p": 0.8}, [0, 1]),
+        ([0.3, 0.1, 0.1, 0.5], {"top_p": 0.8}, [0, 3]),
+        ([0.25, 0.25, 0.25, 0.25], {"top_p": 0.5}, [0, 1, 2, 3]),
+        ([0.4, 0.3, 0.2, 0.1], {"top_p": 1e-9}, [0]),
+        ([0.4, 0.2, 0.2, 0.2], {"top_k": 2}, [0, 1, 2, 3]),
+        ([0.4, 0.3, 0.2, 0.1], {"top_k": 3, "min_p": 0.6, "top_p": 0.99}, [0, 1]),
+    ],
+)
+def test_rows_at_an_edge(probabilities: list[float], params: dict[str, float], kept: list[int]) -> None:
+    row = Row(
+        logits=np.log(probabilities).astype(np.float32),
+        params=SamplingParams(max_tokens=None, logprobs=-1, **params),  # type: ignore[arg-type]
+    )
+
+    (table,) = sample_rows([row], LogprobsMode.PROCESSED_LOGPROBS).logprobs
+
+    found = table.token_ids[0, 1:][table.values[0, 1:] > -torch.inf]
+    assert sorted(found.tolist()) == kept
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("mode", LogprobsMode)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}])
+def test_batches_of_anything_are_as_on_the_torch_path(
+    mode: LogprobsMode, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(len(mode.value))
+    rows = [random_row(generator, 70, logprobs=-1, **changes) for _ in range(12)]
+
+    found = sample_rows(rows, mode)
+    monkeypatch.setattr(sampler, "is_fused", lambda x: False)
+    expected = sample_rows(rows, mode)
+
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.logprobs[0].token_ids, expected.logprobs[0].token_ids)
+    assert torch.equal(found.logprobs[0].values, expected.logprobs[0].values)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_ranks_with_a_part_each_find_the_token_of_the_whole_row() -> None:
+    logits = make_rows(3, ["normal", "ties", "equal", "peaked", "one-hot", "huge"], 320)
+    batch = make_batch(3, 6, 320, 40)
+    batch = dataclasses.replace(batch, top_ps=torch.ones(6), any_min_p=False, any_filtered=False)
+    batch = on_device(batch)
+    whole, _ = fused_sampling.choose(logits.to(DEVICE), batch, WHOLE)
+
+    edges = [0, 128, 320]
+    parts = []
+    for low, high in itertools.pairwise(edges):
+        scores, token_ids = choose_tokens(
+            logits[:, low:high].to(DEVICE), temperatures=batch.temperatures, seeds=batch.seeds,
+            positions=batch.positions, first_id=low,
+        )  # fmt: skip
+        parts.append(torch.stack([scores, token_ids.double()], dim=-1))
+    for own in range(2):
+        columns = Gathered(edges[own], torch.cat(parts, dim=-1))
+        part = logits[:, edges[own] : edges[own + 1]].to(DEVICE)
+        token_ids, _ = fused_sampling.choose(part, batch, columns)
+        assert torch.equal(token_ids, whole)
