@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phalanx.workers import fused_sampling, sampler
 from phalanx.workers.config import LogprobsMode
 from phalanx.workers.kernels import triton_filters
-from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens
+from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens, draw
 from phalanx.workers.kernels.triton_filters import find_thresholds
 from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
 from phalanx.workers.noise import gumbel_rows
@@ -165,6 +165,26 @@ def test_a_draw_is_the_references_score_and_lowest_id(
     assert torch.equal(token_ids.cpu(), expected.argmax(dim=-1) + first_id)
     _, greedy = choose_tokens(logits.to(DEVICE), first_id=first_id)
     assert torch.equal(greedy.cpu(), logits.float().argmax(dim=-1) + first_id)
+
+
+def test_rows_of_a_persistent_state_are_drawn_within_their_vocabulary_and_noted() -> None:
+    width, rows = 2500, torch.tensor([4, 0, 7, 2])
+    logits = make_rows(11, ["normal", "ties", "equal", "peaked"], width).to(NARROW)
+    state = make_batch(11, 8, width, width)
+    limits = torch.tensor([width, 1, width, 1, 700, 1, 1, width + 9])
+    last_tokens = torch.full((8,), -1, device=DEVICE)
+    positions = torch.tensor([0, 9, 10**6, 3])
+    x = logits.float() / torch.where(state.temperatures > 0, state.temperatures, 1.0)[rows, None]
+    noise = gumbel_rows(state.seeds[rows], positions, width) * (state.temperatures > 0)[rows, None]
+    is_token = torch.arange(width) < limits[rows, None]
+    expected = torch.where(is_token, x.double() + noise, -torch.inf).argmax(dim=-1)
+
+    values = (rows, positions, state.temperatures, state.seeds, limits)
+    tokens = draw(logits.to(DEVICE), *(value.to(DEVICE) for value in values), last_tokens)
+
+    assert torch.equal(tokens.cpu(), expected)
+    assert torch.equal(last_tokens[rows.to(DEVICE)], tokens)
+    assert (last_tokens == -1).sum() == 4
 
 
 @WITHOUT_SHRINKING

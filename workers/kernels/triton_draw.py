@@ -1,6 +1,7 @@
 """The choice of one token for each row in Triton kernels, for CUDA: greedy, or drawn by the Gumbel-max rule.
 
-Called by: workers/fused_sampling.py. The reference is the torch path of workers/sampler.py; the tokens are the same.
+Called by: workers/fused_sampling.py, and decode_step.py inside a CUDA graph (`draw`). The reference is the torch path
+of workers/sampler.py; the tokens are the same.
 
 Rows are cut into pieces of PIECE ids. The first kernel reads the logits once, in their own type, and estimates in
 float32 the best score of each piece: many programs a row, so that few rows keep a GPU busy as well. The second has one
@@ -12,6 +13,8 @@ and a piece below the row's threshold is not even read when its largest logits a
 
 No call waits for the device, and all of them may be captured into a CUDA graph.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -39,6 +42,28 @@ def pieces_per_program(num_rows: int, num_pieces: int) -> int:
     return triton.cdiv(num_pieces, programs_per_row)
 
 
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    sample_positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    vocab_limits: torch.Tensor,
+    last_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Choose one token for each row, and note it as the row's last.
+
+    logits:           [n, vocab_size], any float type
+    rows:             [n] int64, of the tensors below
+    sample_positions: [n] int64, index of the token among its request's output tokens
+    temperatures:     [all rows] float32; 0: greedy
+    seeds, vocab_limits, last_tokens: [all rows] int64; the last is written; ids from the limit on are not drawn
+    returns           [n] int64
+    """
+    state = _RowState(rows=rows, vocab_limits=vocab_limits, last_tokens=last_tokens)
+    return _choose(logits, temperatures, seeds, sample_positions, state=state)[1]
+
+
 def choose_tokens(
     logits: torch.Tensor,
     *,
@@ -51,14 +76,39 @@ def choose_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best score of each row, float64, and the token that has it, int64: both [rows].
 
-    logits:           [rows, width], any float type, rows of any stride; left as they are
-    temperatures:     [rows] float32, 0: greedy; None: all rows are. With it seeds and positions: [rows] int64
-    kept:             [rows] float32, smallest tempered logit that may be drawn; None: any
-    group_best:       [rows, groups] float32, the largest tempered logit of each GROUP ids, to skip by; with `kept`
-    first_id:         token id of the first column, a multiple of 4
+    logits:       [rows, width], any float type, rows of any stride; left as they are
+    temperatures: [rows] float32, 0: greedy; None: all rows are. With it seeds and positions: [rows] int64
+    kept:         [rows] float32, smallest tempered logit that may be drawn; None: any
+    group_best:   [rows, groups] float32, the largest tempered logit of each GROUP ids, to skip by; with `kept`
+    first_id:     token id of the first column, a multiple of 4
     """
-    num_rows, width = logits.shape
     assert first_id % 4 == 0, "four adjacent ids share one evaluation"
+    return _choose(
+        logits, temperatures, seeds, positions, kept=kept, group_best=group_best, first_id=first_id
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowState:
+    """Where the parameters of the logits' rows stand; see `draw`."""
+
+    rows: torch.Tensor
+    vocab_limits: torch.Tensor
+    last_tokens: torch.Tensor
+
+
+def _choose(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    *,
+    kept: torch.Tensor | None = None,
+    group_best: torch.Tensor | None = None,
+    state: _RowState | None = None,
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, width = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_pieces = triton.cdiv(width, PIECE)
@@ -68,26 +118,16 @@ def choose_tokens(
         return scores, token_ids
     estimates = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     # What a kernel does not read may be any pointer.
-    values = (
-        logits,
-        estimates if temperatures is None else temperatures,
-        estimates if seeds is None else seeds,
-        estimates if positions is None else positions,
-        estimates if kept is None else kept,
-    )
-    strides = (1, 1, 1, 1)
-    if temperatures is not None and seeds is not None and positions is not None:
-        # Columns of a table of parameters.
-        strides = (
-            temperatures.stride(0),
-            seeds.stride(0),
-            positions.stride(0),
-            1 if kept is None else kept.stride(0),
-        )
+    parameters = [estimates if x is None else x for x in (temperatures, seeds, positions, kept)]
+    indirect = (token_ids,) * 3 if state is None else (state.rows, state.vocab_limits, state.last_tokens)
+    # Parameters may be columns of a table.
+    strides = [x.stride(0) for x in parameters[:3]]
     step = pieces_per_program(num_rows, num_pieces)
     has_group_best = group_best is not None and kept is not None
     _estimate_kernel[(num_rows, triton.cdiv(num_pieces, step))](
-        *values,
+        logits,
+        *parameters,
+        *indirect[:2],
         group_best if has_group_best else estimates,
         estimates,
         *strides,
@@ -100,12 +140,15 @@ def choose_tokens(
         IS_RANDOM=temperatures is not None,
         HAS_KEPT=kept is not None,
         HAS_GROUP_BEST=has_group_best,
+        HAS_STATE=state is not None,
         PIECE=PIECE,
         GROUP=GROUP,
         num_warps=4,
     )
     _finish_kernel[(num_rows,)](
-        *values,
+        logits,
+        *parameters,
+        *indirect,
         estimates,
         scores,
         token_ids,
@@ -116,6 +159,7 @@ def choose_tokens(
         first_id,
         IS_RANDOM=temperatures is not None,
         HAS_KEPT=kept is not None,
+        HAS_STATE=state is not None,
         PIECE=PIECE,
         NUM_PIECES_PAD=triton.next_power_of_2(num_pieces),
         num_warps=4,
@@ -133,7 +177,7 @@ def _quarters(x, QUADS: tl.constexpr):
     return x0, x1, x2, x3
 
 
-_STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions", "stride_kept"]
+_STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "first_id", "num_groups", "step"])
@@ -143,12 +187,13 @@ def _estimate_kernel(
     seeds_ptr,
     positions_ptr,
     kept_ptr,
+    rows_ptr,
+    vocab_limits_ptr,
     group_best_ptr,
     estimates_ptr,
     stride_temperatures,
     stride_seeds,
     stride_positions,
-    stride_kept,
     stride_logits,
     width,
     num_pieces,
@@ -158,6 +203,7 @@ def _estimate_kernel(
     IS_RANDOM: tl.constexpr,
     HAS_KEPT: tl.constexpr,
     HAS_GROUP_BEST: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -166,16 +212,21 @@ def _estimate_kernel(
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
     group = tl.arange(0, PIECE // GROUP)
+    source = row
+    limit = width
+    if HAS_STATE:
+        source = tl.load(rows_ptr + row)
+        limit = tl.minimum(tl.load(vocab_limits_ptr + source), width).to(tl.int32)
     temperature = 0.0
     if IS_RANDOM:
-        temperature = tl.load(temperatures_ptr + row * stride_temperatures)
-        seed = tl.load(seeds_ptr + row * stride_seeds)
+        temperature = tl.load(temperatures_ptr + source * stride_temperatures)
+        seed = tl.load(seeds_ptr + source * stride_seeds)
         position = tl.load(positions_ptr + row * stride_positions)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     inverse = 1.0 / divisor
     kept = -float("inf")
     if HAS_KEPT:
-        kept = tl.load(kept_ptr + row * stride_kept)
+        kept = tl.load(kept_ptr + row)
     reached = -float("inf")
     for piece in range(first, tl.minimum(first + step, num_pieces)):
         estimate = -float("inf")
@@ -189,6 +240,9 @@ def _estimate_kernel(
         if may_count:
             at = piece * PIECE + column
             x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+            if HAS_STATE:
+                # Apart from the load, which is wide because the width of rows is a round number.
+                x = tl.where(at < limit, x, -float("inf"))
             if IS_RANDOM:
                 x = tl.minimum(x, _LARGEST)
                 if HAS_KEPT:
@@ -219,34 +273,42 @@ def _finish_kernel(
     seeds_ptr,
     positions_ptr,
     kept_ptr,
+    rows_ptr,
+    vocab_limits_ptr,
+    last_tokens_ptr,
     estimates_ptr,
     scores_ptr,
     token_ids_ptr,
     stride_temperatures,
     stride_seeds,
     stride_positions,
-    stride_kept,
     stride_logits,
     width,
     num_pieces,
     first_id,
     IS_RANDOM: tl.constexpr,
     HAS_KEPT: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     PIECE: tl.constexpr,
     NUM_PIECES_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
+    source = row
+    limit = width
+    if HAS_STATE:
+        source = tl.load(rows_ptr + row)
+        limit = tl.minimum(tl.load(vocab_limits_ptr + source), width).to(tl.int32)
     temperature = 0.0
     if IS_RANDOM:
-        temperature = tl.load(temperatures_ptr + row * stride_temperatures)
-        seed = tl.load(seeds_ptr + row * stride_seeds)
+        temperature = tl.load(temperatures_ptr + source * stride_temperatures)
+        seed = tl.load(seeds_ptr + source * stride_seeds)
         position = tl.load(positions_ptr + row * stride_positions)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     kept = -float("inf")
     if HAS_KEPT:
-        kept = tl.load(kept_ptr + row * stride_kept)
+        kept = tl.load(kept_ptr + row)
     pieces = tl.arange(0, NUM_PIECES_PAD)
     estimates = tl.load(
         estimates_ptr + row * num_pieces + pieces, mask=pieces < num_pieces, other=-float("inf")
@@ -262,6 +324,9 @@ def _finish_kernel(
     while piece < _NO_ID:
         at = piece * PIECE + column
         x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+        if HAS_STATE:
+            # Apart from the load, which is wide because the width of rows is a round number.
+            x = tl.where(at < limit, x, -float("inf"))
         if IS_RANDOM:
             x = tl.minimum(x, _LARGEST)
             x = tl.div_rn(x, tl.zeros_like(x) + divisor)
@@ -276,12 +341,15 @@ def _finish_kernel(
                 if HAS_KEPT:
                     score = tl.where(x >= kept, score, -float("inf"))
         piece_score = tl.max(score, 0)
-        piece_id = tl.min(tl.where((score == piece_score) & (at < width), at, _NO_ID), 0)
+        piece_id = tl.min(tl.where((score == piece_score) & (at < limit), at, _NO_ID), 0)
         # Pieces come in the order of their ids: of equal ones the first stays.
         is_better = (piece_score > best_score) | (best_id == _NO_ID)
         best_score = tl.where(is_better, piece_score, best_score)
         best_id = tl.where(is_better, piece_id, best_id)
         piece = tl.min(tl.where(is_open & (pieces > piece), pieces, _NO_ID), 0)
+    # No token is the best of a row that is not of numbers; padding may be such a row.
+    token_id = (first_id + tl.where(best_id == _NO_ID, 0, best_id)).to(tl.int64)
     tl.store(scores_ptr + row, best_score)
-    # No token is the best of a row that is not of numbers.
-    tl.store(token_ids_ptr + row, first_id + tl.minimum(best_id, width - 1).to(tl.int64))
+    tl.store(token_ids_ptr + row, token_id)
+    if HAS_STATE:
+        tl.store(last_tokens_ptr + source, token_id)
