@@ -113,7 +113,7 @@ class OutputProcessor:
     ) -> list[EngineCoreRequest]:
         """Expect outputs for a request. Without a stream only its final output is made.
 
-        Returns what the engine must be asked for: one request, or one for each of n samples.
+        Returns what the engine must be asked for: one request, or one for each sample.
 
         Raises InvalidRequestError when a request of that id is unfinished.
         """
@@ -122,9 +122,10 @@ class OutputProcessor:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running", field="request_id")
         children = fan_out(processed)
         group = None
-        if processed.core_request.sampling_params.n > 1:
+        if len(children) > 1:
             child_ids = [child.request_id for child in children]
-            group = SampleGroup(request_id, child_ids, is_delta=kind is OutputKind.DELTA)
+            group = SampleGroup(request_id, child_ids, processed.core_request.sampling_params, kind)
+            kind = group.child_kind
             self._groups[request_id] = group
         for index, child in enumerate(children):
             self._states[child.request_id] = _RequestState(

@@ -91,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos:     do not end at the model's end-of-sequence tokens
     skip_special_tokens, include_stop_str_in_output, detokenize: what the text shows
     n:              outputs for one prompt; number i draws with seed + i
+    best_of:        outputs that are made, of which the n with the highest mean log-probability of their tokens are
+                    given, best first. None: n. They are known at the end only
     logprobs:       log-probabilities of each output token and of so many likeliest ones. -1: of the whole
                     vocabulary; None: none. The server limits it (`model.max_logprobs`)
     prompt_logprobs: the same for the tokens of the prompt
@@ -120,6 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -143,6 +146,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(isinstance(getattr(self, field), bool), field, "must be true or false")
         _check_int("n", self.n, 1, MAX_SAMPLES)
         _require(self.n == 1 or self.temperature > 0.0, "n", "must be 1 when temperature is 0")
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, MAX_SAMPLES)
+            greedy_problem = "must be 1 when temperature is 0"
+            _require(self.best_of == 1 or self.temperature > 0.0, "best_of", greedy_problem)
         for field in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, field)) is not None:
                 _check_int(field, value, -1, None)
@@ -173,6 +180,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         words = tuple(_token_ids("bad_words_token_ids", word, MAX_LISTED_TOKENS) for word in words)
         _require(all(words), "bad_words_token_ids", "must hold no empty list")
         msgspec.structs.force_setattr(self, "bad_words_token_ids", words)
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs that are made for one prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:

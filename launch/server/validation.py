@@ -35,7 +35,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 # Each field that is not supported yet, with the values (besides null) that leave the answer as it is.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "return_token_ids": (False,),
     "kv_transfer_params": ({},),
     "suffix": ("",),
@@ -113,6 +112,7 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
         "skip_special_tokens": request.skip_special_tokens,
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "n": request.n,
+        "best_of": _best_of(request),
         "min_p": request.min_p,
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -133,6 +133,17 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
             names["logprobs"] = "top_logprobs"
         field = names.get(error.field, error.field)
         raise invalid(field, error.problem.replace("max_tokens", max_name)) from None
+
+
+def _best_of(request: SamplingFields) -> int | None:
+    """The samples to choose from: OpenAI has it for completions only, and they are known at the end only."""
+    if request.best_of is None or request.best_of == 1 == (request.n or 1):
+        return None
+    if isinstance(request, ChatCompletionRequest):
+        raise invalid("best_of", "is for /v1/completions only")
+    if request.stream and request.best_of != (request.n or 1):
+        raise invalid("best_of", "cannot be streamed: which samples are the best is known at the end")
+    return request.best_of
 
 
 def is_scoring(request: CompletionRequest) -> bool:

@@ -103,6 +103,23 @@ def test_a_sampled_output_does_not_depend_on_its_neighbours(llm):
     assert token_ids(llm.generate(PROMPTS[:3], params)) == alone
 
 
+def test_the_best_samples_are_those_of_all_with_the_highest_mean_logprob(llm):
+    params = {"temperature": 1.5, "seed": 5, "max_tokens": 12}
+    (every,) = llm.generate([PROMPTS[2]], SamplingParams(n=5, logprobs=0, **params))
+    (best,) = llm.generate([PROMPTS[2]], SamplingParams(n=2, best_of=5, **params))
+    (told,) = llm.generate([PROMPTS[2]], SamplingParams(n=2, best_of=5, logprobs=1, **params))
+
+    def mean_logprob(sample):
+        return sample.cumulative_logprob / len(sample.token_ids)
+
+    ranked = sorted(every.outputs, key=mean_logprob, reverse=True)
+    assert [one.token_ids for one in best.outputs] == [one.token_ids for one in ranked[:2]]
+    assert [one.index for one in best.outputs] == [0, 1]
+    assert all(one.logprobs is None and one.cumulative_logprob is None for one in best.outputs)
+    assert [len(one.logprobs) for one in told.outputs] == [len(one.token_ids) for one in best.outputs]
+    assert best.num_output_tokens == sum(len(one.token_ids) for one in every.outputs)
+
+
 def test_a_stop_string_cuts_the_text_and_the_engine_goes_on(llm):
     whole = llm.generate("The license", SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))[0]
     text = whole.outputs[0].text

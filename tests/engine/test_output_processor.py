@@ -202,6 +202,27 @@ def test_a_slow_reader_loses_no_sample(tokenizer):
     assert output.finished
 
 
+@pytest.mark.parametrize("kind", OutputKind)
+def test_of_samples_to_choose_from_nothing_is_shown_before_the_end(tokenizer, kind):
+    async def scenario():
+        processor = OutputProcessor(tokenizer)
+        stream = RequestStream(kind)
+        add(processor, stream=stream, kind=kind, n=1, best_of=2, temperature=1.0)
+        hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
+        processor.process([sample(0, *hello)])
+        first = await stream.get()
+        processor.process([sample(1, *world, 2, finish_reason=FinishReason.STOP)])
+        processor.process([sample(0, *world, 2, finish_reason=FinishReason.STOP)])
+        return first, await stream.get()
+
+    first, last = asyncio.run(scenario())
+
+    assert (first.outputs, first.finished) == ([], False)
+    # Without log-probabilities all are equal, and the first one wins.
+    assert [completion.text for completion in last.outputs] == ["Hello world"]
+    assert last.finished
+
+
 def test_one_failed_sample_fails_the_request_and_aborts_its_siblings(tokenizer):
     processor = OutputProcessor(tokenizer)
     add(processor, n=3, temperature=1.0)
