@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .cuda_graphs import DecodeGraphs, graph_sizes
-from .decode_step import DecodeStep
+from .decode_step import DecodeStep, PrepareFunction
 from .device_rows import DeviceRows
 from .errors import DeviceMemoryError
 from .forward_context import ForwardContext
@@ -15,7 +15,7 @@ from .models.causal_lm import CausalLM
 from .paged_rows import PagedRows
 
 
-def record_decode_graphs(
+def make_decode_step(
     model: CausalLM,
     kv_caches: Sequence[LayerKVCache],
     rows: DeviceRows,
@@ -25,11 +25,10 @@ def record_decode_graphs(
     max_model_len: int,
     block_size: int,
     device: torch.device,
-    on_progress: Callable[[int, int], None],
-) -> tuple[DecodeStep, DecodeGraphs]:
-    """Record a decode step for each of `graph_sizes`. Raises DeviceMemoryError."""
+    prepare: PrepareFunction,
+) -> DecodeStep:
+    """Put a decode step together that may be recorded."""
     # Imported here: Triton is there only where there is a GPU.
-    from .kernels.triton_decode_inputs import make_decode_inputs
     from .kernels.triton_draw import draw
 
     # There are no prompts.
@@ -51,7 +50,7 @@ def record_decode_graphs(
             ),
         )
 
-    decode = DecodeStep(
+    return DecodeStep(
         model,
         kv_caches,
         rows,
@@ -59,8 +58,36 @@ def record_decode_graphs(
         block_size=block_size,
         device=device,
         make_context=make_context,
-        prepare=make_decode_inputs,
+        prepare=prepare,
         draw=draw,
+    )
+
+
+def record_decode_graphs(
+    model: CausalLM,
+    kv_caches: Sequence[LayerKVCache],
+    rows: DeviceRows,
+    *,
+    windows: Sequence[int | None],
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device,
+    on_progress: Callable[[int, int], None],
+) -> tuple[DecodeStep, DecodeGraphs]:
+    """Record a decode step for each of `graph_sizes`. Raises DeviceMemoryError."""
+    from .kernels.triton_decode_inputs import make_decode_inputs
+
+    decode = make_decode_step(
+        model,
+        kv_caches,
+        rows,
+        windows=windows,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        device=device,
+        prepare=make_decode_inputs,
     )
     graphs = DecodeGraphs(decode.load_padding, decode.compute, graph_sizes(max_num_seqs), device)
     try:

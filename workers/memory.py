@@ -3,6 +3,7 @@
 Called by: Worker, at the start. The executor takes the minimum over the ranks.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -13,10 +14,15 @@ from .config import CacheConfig
 from .errors import DeviceMemoryError
 from .kv_cache_groups import KVCacheGroup, make_kv_cache_groups
 from .layers.attention import LayerKVCache
+from .memory_wait import wait_for_memory
 from .transformer_config import TransformerConfig
+
+log = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2
 """The null block, and one to use."""
+MEMORY_WAIT_S = 60.0
+"""For the memory of the process that was here before. Then the rank starts with what there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +136,22 @@ def cuda_room(
     # What the driver counts as used beyond torch's own pool: contexts, NCCL, and other processes.
     outside = total - free - torch.cuda.memory_reserved(device)
     return int(memory_utilization * total) - profile_peak_bytes - outside
+
+
+def wait_for_earlier_life(device: torch.device, expected_free_bytes: int | None) -> int | None:
+    """On a GPU: wait for what an earlier life of this rank held, if that was told. Returns the bytes that are free."""
+    if device.type != "cuda":
+        return None
+
+    def read_free_bytes() -> int:
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    if expected_free_bytes is not None and not wait_for_memory(
+        read_free_bytes, expected_free_bytes, timeout_s=MEMORY_WAIT_S
+    ):
+        log.warning(
+            "memory of an earlier process is not free free_bytes=%d expected_bytes=%d",
+            read_free_bytes(),
+            expected_free_bytes,
+        )
+    return read_free_bytes()

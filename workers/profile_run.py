@@ -51,7 +51,7 @@ def profile_peak_bytes(
     )
     torch.cuda.reset_peak_memory_stats(device)
     if is_paged:
-        context = _paged_context(rows, shape.windows, device)
+        context = paged_context(rows, shape.windows, device)
     else:
         context = build_forward_context(rows, windows=shape.windows, dtype=shape.dtype, device=device)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in query_lens])).to(device)
@@ -65,8 +65,8 @@ def profile_peak_bytes(
     return peak
 
 
-def _paged_context(rows: StepRows, windows: Sequence[int | None], device: torch.device) -> ForwardContext:
-    """Every row is a prompt, even one of a single token: it makes no difference to what is held."""
+def paged_context(rows: StepRows, windows: Sequence[int | None], device: torch.device) -> ForwardContext:
+    """Lay out a step for `is_paged`. Every row is a prompt, even one of a single token."""
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows.query_lens)])
     prompt_starts, kv_lens, tables, slots = upload(
         [starts, rows.kv_lens, rows.block_tables, slot_mapping(rows)], device

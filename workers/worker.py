@@ -5,7 +5,6 @@ replica go through the same calls in the same order; where they meet (process gr
 that does not come leaves the others waiting, and the executor ends them.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +14,13 @@ import torch
 from torch.profiler import profile
 
 from .attention.choose import TORCH, choose_for_rank
+from .compile_kernels import compile_kernels
 from .decode_graphs import record_decode_graphs
 from .device import open_device, resolve_dtype, resolve_max_model_len
 from .errors import DeviceMemoryError
 from .input_batch import InputBatch
-from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches
+from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches, wait_for_earlier_life
 from .memory_report import DeviceMemory, ModelMemory
-from .memory_wait import wait_for_memory
 from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
 from .model_runner import ModelRunner, no_masks
 from .models.causal_lm import CausalLM
@@ -34,11 +33,6 @@ from .tp_group import TensorParallelGroup, connect_group
 from .transformer_config import read_transformer_config
 from .weights import load_weights
 from .worker_config import WorkerConfig
-
-log = logging.getLogger(__name__)
-
-MEMORY_WAIT_S = 60.0
-"""For the memory of the process that was here before. Then the rank starts with what there is."""
 
 
 class Worker:
@@ -83,7 +77,7 @@ class Worker:
             transformer = read_transformer_config(config.model.path)
             info = open_device(parallel, config.device_index)
             self._device = info.device
-            free_bytes = self._wait_for_memory()
+            free_bytes = wait_for_earlier_life(info.device, config.expected_free_bytes)
             self._dtype = resolve_dtype(config.model, transformer, info.device)
             self._max_model_len = resolve_max_model_len(config.model, transformer)
             self._vocab_size = transformer.vocab_size
@@ -111,10 +105,21 @@ class Worker:
             )
         with self._phase("weights"):
             self._load_model()
+        self._shape = kv_cache_shape(
+            transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
+        )
+        # Ranks that exchange sums inside a step would wait for each other's kernels.
+        if self._attention is not None and parallel.tensor_parallel_size == 1:
+            with self._phase("kernels"):
+                assert self._model is not None
+                compile_kernels(
+                    self._model,
+                    self._shape,
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=self._max_model_len,
+                    device=info.device,
+                )
         with self._phase("profile"):
-            self._shape = kv_cache_shape(
-                transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
-            )
             num_kv_blocks = self._count_kv_blocks()
         return RankReport(
             tp_rank=config.tp_rank,
@@ -132,23 +137,6 @@ class Worker:
             kv_windows=self._shape.windows,
             free_bytes=free_bytes,
         )
-
-    def _wait_for_memory(self) -> int | None:
-        """On a GPU: wait for what an earlier life of this rank held. Returns the bytes that are free."""
-        if self._device.type != "cuda":
-            return None
-
-        def read_free_bytes() -> int:
-            return int(torch.cuda.mem_get_info(self._device)[0])
-
-        expected = self._config.expected_free_bytes
-        if expected is not None and not wait_for_memory(read_free_bytes, expected, timeout_s=MEMORY_WAIT_S):
-            log.warning(
-                "memory of an earlier process is not free free_bytes=%d expected_bytes=%d",
-                read_free_bytes(),
-                expected,
-            )
-        return read_free_bytes()
 
     def _load_model(self) -> None:
         """Build this rank's part of the model, and fill it from the checkpoint."""
