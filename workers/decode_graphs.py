@@ -7,7 +7,7 @@ import torch
 from .cuda_graphs import DecodeGraphs, graph_sizes
 from .decode_step import DecodeStep, PrepareFunction
 from .device_rows import DeviceRows
-from .errors import DeviceMemoryError
+from .errors import DeviceMemoryError, GraphError
 from .forward_context import ForwardContext
 from .kernels.decode_inputs import DecodeInputs
 from .layers.attention import LayerKVCache
@@ -75,7 +75,10 @@ def record_decode_graphs(
     device: torch.device,
     on_progress: Callable[[int, int], None],
 ) -> tuple[DecodeStep, DecodeGraphs]:
-    """Record a decode step for each of `graph_sizes`. Raises DeviceMemoryError."""
+    """Record a decode step for each of `graph_sizes`. Raises DeviceMemoryError, GraphError.
+
+    Ranks of a replica do so at the same time: each step is computed before it is recorded, with the exchanges in it.
+    """
     from .kernels.triton_decode_inputs import make_decode_inputs
 
     decode = make_decode_step(
@@ -96,5 +99,9 @@ def record_decode_graphs(
         raise DeviceMemoryError(
             f"no room on {device} for CUDA graphs beside the KV cache; lower cache.memory_utilization or "
             "scheduler.max_num_seqs, or set model.enforce_eager"
+        ) from error
+    except RuntimeError as error:
+        raise GraphError(
+            f"a decode step cannot be recorded on {device}; set model.enforce_eager: {error}"
         ) from error
     return decode, graphs

@@ -11,5 +11,9 @@ class DeviceMemoryError(WorkerError):
     """The weights and one step leave no room for a KV cache. Says what to change."""
 
 
+class GraphError(WorkerError):
+    """A decode step could not be recorded as a CUDA graph. Says why, and how to do without."""
+
+
 class WeightsError(WorkerError):
     """A checkpoint lacks a tensor, has one too many, or has one of another shape. Names the tensor."""

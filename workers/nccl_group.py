@@ -59,6 +59,10 @@ class NcclGroup(ProcessGroupBackedGroup):
         self.one_shot = one_shot
         self._one_shot_max_bytes = 0 if one_shot is None else min(one_shot_max_bytes, one_shot.max_bytes)
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return True
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.one_shot is not None and x.nbytes <= self._one_shot_max_bytes and x.is_floating_point():
             return self.one_shot.all_reduce(x)

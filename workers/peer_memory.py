@@ -18,12 +18,16 @@ import torch.distributed as dist
 _HANDLE_BYTES = 64
 """sizeof(CUipcMemHandle)."""
 _LAZY_ENABLE_PEER_ACCESS = 1
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
+_GRANULARITY = 2 << 20
+"""What is smaller the driver cuts out of a larger block, and the peers would map all of that."""
 _FINE = b"\0"
 """What no error text begins with."""
 
 
 class PeerMemory:
-    """`num_bytes` of zeros on each rank's GPU, mapped by all ranks.
+    """`num_bytes` of zeros on each rank's GPU, mapped by all ranks. All ranks must see all GPUs, under the same numbers.
 
     addresses: of every rank's part, in this process, by rank
     """
@@ -34,22 +38,23 @@ class PeerMemory:
         """Allocate, and meet the others; blocks until they are here, at most the store's timeout.
 
         Raises PeerAccessError, on all ranks or none, when the driver refuses one of them: no peer access between
-        two of the GPUs, no IPC in this container.
+        two of the GPUs or none with atomic operations (as over PCI Express), no IPC in this container.
         """
         self._resources = ExitStack()
         self.addresses: Sequence[int] = ()
+        index = 0 if device.index is None else device.index
         # The driver's calls work on the context that torch makes current by this.
         torch.zeros(1, device=device)
         with _Agreement(store, "allocated", rank, size) as agreement:
             driver = _Driver()
-            own = driver.allocate(num_bytes)
+            own = driver.allocate(-(-num_bytes // _GRANULARITY) * _GRANULARITY)
             driver.clear(own, num_bytes)
-            agreement.says = driver.export(own)
+            agreement.says = bytes([index]) + driver.export(own)
         try:
             with _Agreement(store, "opened", rank, size):
                 self.addresses = [
-                    own if peer == rank else self._open(driver, handle)
-                    for peer, handle in enumerate(agreement.heard)
+                    own if peer == rank else self._open(driver, index, heard)
+                    for peer, heard in enumerate(agreement.heard)
                 ]
         except BaseException:
             self._resources.close()
@@ -59,7 +64,10 @@ class PeerMemory:
         """Unmap the peers' parts. Idempotent. The own part stays until this process ends: a peer may still read it."""
         self._resources.close()
 
-    def _open(self, driver: "_Driver", handle: bytes) -> int:
+    def _open(self, driver: "_Driver", own_index: int, heard: bytes) -> int:
+        peer_index, handle = heard[0], heard[1:]
+        if not driver.has_atomics(own_index, peer_index):
+            raise PeerAccessError(f"GPU {own_index} has no atomic operations on GPU {peer_index}")
         address = driver.open(handle)
         self._resources.callback(driver.close, address)
         return address
@@ -122,6 +130,16 @@ class _Driver:
     def clear(self, address: int, num_bytes: int) -> None:
         self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
         self._call("cuCtxSynchronize")
+
+    def has_atomics(self, index: int, peer_index: int) -> bool:
+        devices = []
+        for number in (index, peer_index):
+            device = ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
+            devices.append(device)
+        found = ctypes.c_int()
+        self._call("cuDeviceGetP2PAttribute", ctypes.byref(found), ctypes.c_int(_NATIVE_ATOMICS), *devices)
+        return found.value != 0
 
     def export(self, address: int) -> bytes:
         handle = (ctypes.c_ubyte * _HANDLE_BYTES)()

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Longer than any step's deadline: the executor's own clock decides, this one only ends what nobody watches."""
@@ -39,17 +40,25 @@ class ProcessGroupBackedGroup:
     def size(self) -> int:
         return self._size
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         staged = self._stage(x)
-        self._live().allreduce([staged]).wait()
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._live().allreduce([staged], options))
         return self._unstage(staged, x)
 
     def all_gather_last_dim(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         largest = max(sizes)
-        staged = self._stage(F.pad(x, (0, largest - x.shape[-1])))
+        staged = self._stage(x if x.shape[-1] == largest else F.pad(x, (0, largest - x.shape[-1])))
         # [size, rows, largest]
         parts = staged.new_empty((self._size, *staged.shape))
-        self._live().allgather([list(parts.unbind(0))], [staged]).wait()
+        options = AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._live()._allgather_base(parts.view(-1), staged.view(-1), options))
         parts = parts.to(x.device)
         return torch.cat(
             [part[..., :size] for part, size in zip(parts.unbind(0), sizes, strict=True)], dim=-1
@@ -63,7 +72,8 @@ class ProcessGroupBackedGroup:
         staged = self._stage(x)
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._live().broadcast([staged], options).wait()
+        options.asyncOp = False
+        _wait(self._live().broadcast([staged], options))
         return self._unstage(staged, x)
 
     def barrier(self) -> None:
@@ -84,6 +94,15 @@ class ProcessGroupBackedGroup:
 
     def _unstage(self, staged: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(staged) if self._through_host else staged
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Wait for a collective that is not to be asynchronous (`asyncOp`).
+
+    NCCL has put such a one on the current stream, and returns nothing to wait for; gloo has a thread of its own.
+    """
+    if work is not None:
+        work.wait()
 
 
 def connect_gloo(

@@ -54,6 +54,10 @@ class ShmGroup:
         self._data = torch.frombuffer(arena.data, dtype=torch.uint8).view(self.size, 2, self._slot_bytes)
         self._views: dict[tuple[torch.dtype, int], Slots] = {}
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.view(-1)
         for piece in self._pieces(flat):

@@ -39,6 +39,11 @@ class TensorParallelGroup(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """True when a collective only launches kernels on the current stream, so that a CUDA graph can hold it."""
+        ...
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks. The result may be `x` itself, overwritten. x: contiguous, any shape."""
         ...
@@ -78,6 +83,7 @@ class SingleRankGroup:
     name = "none"
     rank = 0
     size = 1
+    can_be_recorded = True
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

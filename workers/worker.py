@@ -246,8 +246,7 @@ class Worker:
             is_paged=self._attention is not None,
             logprobs_mode=config.model.logprobs_mode,
         )
-        # The exchanges between ranks have not been tried inside a graph.
-        if self._attention is None or config.model.enforce_eager or config.parallel.tensor_parallel_size > 1:
+        if self._attention is None or config.model.enforce_eager or not self.group.can_be_recorded:
             return
         with self._phase("CUDA graphs"):
             decode, graphs = record_decode_graphs(

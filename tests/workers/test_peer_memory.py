@@ -28,6 +28,9 @@ class CountingDriver:
     def clear(self, address: int, num_bytes: int) -> None:
         pass
 
+    def has_atomics(self, index: int, peer_index: int) -> bool:
+        return "atomics" not in self.refused
+
     def export(self, address: int) -> bytes:
         return address.to_bytes(64, "little")
 
@@ -94,6 +97,13 @@ def test_what_one_rank_is_refused_all_hear_and_nothing_stays_mapped(
     )
     # Each of the others opens one part before it comes to that of rank 2, which itself opens both others'.
     assert sorted(CountingDriver.closed) == ([] if what == "allocate 1" else [2000, 2000, 2001, 2001])
+
+
+def test_gpus_without_atomic_operations_on_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountingDriver, "refused", ("atomics",))
+
+    assert all("no atomic operations" in str(result) for result in meet())
+    assert CountingDriver.closed == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

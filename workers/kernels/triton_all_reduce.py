@@ -61,7 +61,8 @@ def one_shot_all_reduce(
     )
 
 
-@triton.jit(do_not_specialize=["rank", "num_elements"])
+# The number of elements is looked at: only with one that 16 divides is a mask the same for 16 bytes, and these one access.
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     x_ptr,
     out_ptr,
@@ -82,7 +83,9 @@ def _one_shot_kernel(
     slots = (count & 1) * HALF_SIZE + offsets
     element_type = tl.pointer_type(x_ptr.dtype.element_ty)
     own = tl.load(addresses_ptr + rank)
-    tl.store(own.to(element_type) + slots, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+    # Addresses out of memory have no known alignment, and would be read two bytes at a time.
+    own_data = tl.multiple_of(own.to(element_type), 16)
+    tl.store(own_data + slots, tl.load(x_ptr + offsets, mask=mask), mask=mask)
     # All threads have stored before one of them tells (release, for all GPUs).
     tl.debug_barrier()
     for peer in tl.static_range(NUM_RANKS):
@@ -95,7 +98,7 @@ def _one_shot_kernel(
     tl.debug_barrier()
     total = tl.zeros((PIECE_SIZE,), dtype=tl.float32)
     for peer in tl.static_range(NUM_RANKS):
-        theirs = tl.load(addresses_ptr + peer).to(element_type)
+        theirs = tl.multiple_of(tl.load(addresses_ptr + peer).to(element_type), 16)
         # volatile: what this multiprocessor has cached may be of the call before the last.
         total += tl.load(theirs + slots, mask=mask, other=0.0, volatile=True).to(tl.float32)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
