@@ -30,7 +30,7 @@ NUM_ELEMENTS = [1, 3, 96, 2047, 2048, 2049, 4096, 4097, 32768, 65536, 131072, 13
 
 
 @pytest.fixture(scope="module", autouse=True)
-def opened_device() -> Iterator[None]:
+def opened_device() -> None:
     """Open what stays open: the driver's descriptors, also those of the first graph."""
     graph = torch.cuda.CUDAGraph()
     numbers = torch.zeros(1, device="cuda")
@@ -39,7 +39,6 @@ def opened_device() -> Iterator[None]:
     graph.replay()
     torch.empty(1, pin_memory=True)
     torch.cuda.synchronize()
-    yield
 
 
 def open_llm(folder: Path, **settings: object) -> LLM:
