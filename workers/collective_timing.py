@@ -28,9 +28,15 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AllReducePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to time. sizes: bytes of the tensor on each rank."""
+    """What to time.
+
+    sizes:  bytes of the tensor on each rank
+    is_own: the ways that this project has, or those of others beside them: what hangs in these must not take the
+            numbers of ours along
+    """
 
     sizes: list[int]
+    is_own: bool = True
 
 
 class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +57,10 @@ class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 def time_all_reduce(worker: Worker, argument: AllReducePlan) -> list[AllReduceTiming]:
     """Time every way that these ranks have, at every length."""
+    ways = _own_ways(worker) if argument.is_own else _other_ways(worker)
     timings = []
     with torch.inference_mode():
-        for way, make in _ways(worker):
+        for way, make in ways:
             for num_bytes in argument.sizes:
                 num_elements = num_bytes // worker.dtype.itemsize
                 try:
@@ -65,7 +72,7 @@ def time_all_reduce(worker: Worker, argument: AllReducePlan) -> list[AllReduceTi
     return timings
 
 
-def _ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
+def _own_ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
     """Name the ways; each gives, for a number of elements, the function that sums."""
     group = worker.group
     yield f"as served ({group.name})", lambda _: group.all_reduce
@@ -77,6 +84,11 @@ def _ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
                 "one-shot",
                 lambda num_elements: _within(one_shot.max_bytes, worker, num_elements, one_shot.all_reduce),
             )
+
+
+def _other_ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
+    group = worker.group
+    if isinstance(group, NcclGroup):
         symmetric = _SymmetricMemory(worker, group)
         yield "symmetric memory, one-shot", symmetric.one_shot
         yield "symmetric memory, two-shot", symmetric.two_shot
@@ -167,6 +179,8 @@ def _median_us(all_reduce: AllReduce, x: torch.Tensor) -> float:
             samples.append((time.perf_counter() - began_at) / NUM_IN_GRAPH)
         return 1e6 * statistics.median(samples[NUM_WARM_UP:])
     stream = torch.cuda.Stream(x.device)
+    # Never two sums at once: the ranks could begin them in different orders.
+    stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         all_reduce(x)
         graph = torch.cuda.CUDAGraph()

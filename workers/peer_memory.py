@@ -27,7 +27,7 @@ _FINE = b"\0"
 
 
 class PeerMemory:
-    """`num_bytes` of zeros on each rank's GPU, mapped by all ranks. All ranks must see all GPUs, under the same numbers.
+    """`num_bytes` of zeros on each rank's GPU, mapped by all ranks. These see all GPUs, under the same numbers.
 
     addresses: of every rank's part, in this process, by rank
     """

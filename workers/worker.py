@@ -108,8 +108,8 @@ class Worker:
         self._shape = kv_cache_shape(
             transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
         )
-        # Ranks that exchange sums inside a step would wait for each other's kernels.
-        if self._attention is not None and parallel.tensor_parallel_size == 1:
+        # All ranks go through the same steps, so their exchanges meet here as well.
+        if self._attention is not None and self._group.can_be_recorded:
             with self._phase("kernels"):
                 assert self._model is not None
                 compile_kernels(

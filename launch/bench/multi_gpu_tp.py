@@ -13,6 +13,8 @@ from .errors import BenchError
 from .offline_workload import OfflineWorkload
 
 HOOK = "phalanx.workers.collective_timing:time_all_reduce"
+SUMS_TIMEOUT_S = 90.0
+"""For all ways and sizes: seconds, if nothing hangs."""
 
 
 class RankTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +65,38 @@ def greedy_tokens_and_sums(
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         if width == 1:
             return tokens, []
-        outcomes = llm.collective_rpc(
-            "time_all_reduce", {"sizes": list(sizes)}, result_type=list[RankTiming], timeout_s=300.0
-        )
+        rows = _time_sums(llm, width, sizes, is_own=True)
+        try:
+            rows += _time_sums(llm, width, sizes, is_own=False)
+        except BenchError as error:
+            # To compare with; what is ours is measured.
+            rows.append(
+                AllReduceRow(
+                    width=width,
+                    way="others",
+                    num_bytes=sizes[0],
+                    us=None,
+                    is_exact=False,
+                    has_equal_bits=False,
+                    problem=str(error),
+                )
+            )
+    return tokens, rows
+
+
+def _time_sums(llm: LLM, width: int, sizes: Sequence[int], *, is_own: bool) -> list[AllReduceRow]:
+    """Time the sums over the ranks. Raises BenchError when a rank has failed, or does not answer."""
     by_rank = []
-    for outcome in outcomes:
+    for outcome in llm.collective_rpc(
+        "time_all_reduce",
+        {"sizes": list(sizes), "is_own": is_own},
+        result_type=list[RankTiming],
+        timeout_s=SUMS_TIMEOUT_S,
+    ):
         if outcome.result is None:
             raise BenchError(f"the sums of rank {outcome.tp_rank} were not timed: {outcome.error}")
         by_rank.append(outcome.result)
-    return tokens, [_merge(width, ranks) for ranks in zip(*by_rank, strict=True)]
+    return [_merge(width, ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def _merge(width: int, ranks: Sequence[RankTiming]) -> AllReduceRow:

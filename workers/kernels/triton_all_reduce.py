@@ -61,7 +61,7 @@ def one_shot_all_reduce(
     )
 
 
-# The number of elements is looked at: only with one that 16 divides is a mask the same for 16 bytes, and these one access.
+# The number of elements is looked at: only if 16 divides it is a mask the same for 16 bytes, and these one access.
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     x_ptr,
