@@ -8,6 +8,7 @@ has its first token, its replica counts as holding its prompt.
     held     what the deltas of each replica add up to                     exact
     pending  how many of our requests are about to make it there
 
+A key stands for tokens and cache salt (engine/block_hash.py); the engine has no adapters that it could depend on.
 Invariant: a bit is set in `holders` while the key is in `held` or in `pending` of that replica. A replica is unknown
 until its first delta that clears, and again after a gap: whoever called `apply` then asks to follow anew.
 """

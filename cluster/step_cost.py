@@ -30,9 +30,54 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     decode_token_s: float
     context_token_s: float
 
+    def predict(self, work: "StepWork") -> float:
+        """Seconds that this work takes."""
+        weights = (self.base_s, self.prefill_token_s, self.decode_token_s, self.context_token_s)
+        return sum(weight * amount for weight, amount in zip(weights, work.amounts, strict=True))
 
-PRIOR = StepCost(base_s=8e-3, prefill_token_s=4e-5, decode_token_s=4e-5, context_token_s=3e-8)
-"""Proportions to begin with: a step takes as long as a few hundred tokens of prefill, as on cards of today."""
+
+PRIOR = StepCost(base_s=0.1495, prefill_token_s=4.562e-3, decode_token_s=5.816e-3, context_token_s=54e-6)
+"""Proportions to begin with, until `SOLVE_EVERY` reports have come: those of this engine with SmolLM2-135M on one core
+of an EPYC, in float32 (launch/bench/results/2-core-epyc-steps-2026-11.md). A card's are others: a step as a whole costs
+more of them, and a token of context less."""
+
+
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica did between two of its reports, and how long it took.
+
+    num_context_tokens: in the KV cache for running requests, summed over the steps
+    """
+
+    busy_s: float
+    num_steps: int
+    num_prefill_tokens: int
+    num_output_tokens: int
+    num_context_tokens: float
+
+    @property
+    def amounts(self) -> tuple[float, float, float, float]:
+        """In the order of the fields of `StepCost`."""
+        return (
+            float(self.num_steps),
+            float(self.num_prefill_tokens),
+            float(self.num_output_tokens),
+            self.num_context_tokens,
+        )
+
+
+def work_between(earlier: EngineStats, later: EngineStats) -> StepWork | None:
+    """Return what one replica did between two reports of it. None: no step, or a new epoch."""
+    num_steps = later.num_steps - earlier.num_steps
+    busy_s = later.busy_s - earlier.busy_s
+    if earlier.epoch != later.epoch or busy_s <= 0.0 or num_steps <= 0:
+        return None
+    return StepWork(
+        busy_s=busy_s,
+        num_steps=num_steps,
+        num_prefill_tokens=later.num_prefill_tokens_total - earlier.num_prefill_tokens_total,
+        num_output_tokens=later.num_output_tokens_total - earlier.num_output_tokens_total,
+        num_context_tokens=num_steps * (later.num_running_tokens + earlier.num_running_tokens) / 2,
+    )
 
 
 class StepCostFit:
@@ -49,18 +94,10 @@ class StepCostFit:
         """Take a report. Reports of one replica come in order; a new epoch starts anew."""
         last = self._last.get(stats.dp_rank)
         self._last[stats.dp_rank] = stats
-        if last is None or last.epoch != stats.epoch:
+        work = None if last is None else work_between(last, stats)
+        if work is None:
             return
-        busy_s = stats.busy_s - last.busy_s
-        num_steps = stats.num_steps - last.num_steps
-        if busy_s <= 0.0 or num_steps <= 0:
-            return
-        features = (
-            float(num_steps),
-            float(stats.num_prefill_tokens_total - last.num_prefill_tokens_total),
-            float(stats.num_output_tokens_total - last.num_output_tokens_total),
-            num_steps * (stats.num_running_tokens + last.num_running_tokens) / 2,
-        )
+        busy_s, features = work.busy_s, work.amounts
         # Relative errors count: a long window is no more worth than a short one.
         weight = 1.0 / (busy_s * busy_s)
         for row in range(4):

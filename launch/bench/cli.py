@@ -22,6 +22,7 @@ from . import (
     scheduler,
     serve,
     startup,
+    steps,
     throughput,
     torture,
 )
@@ -39,6 +40,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     executor,
     scheduler,
     kernels,
+    steps,
     multi_gpu,
     routing,
 )

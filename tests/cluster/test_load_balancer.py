@@ -184,9 +184,9 @@ def test_a_full_cache_costs_the_wait_for_blocks() -> None:
     assert scores[0] > scores[1]
 
 
-def test_prefixes_spread_while_nothing_waits_and_stay_together_while_much_does() -> None:
+def test_prefixes_spread_while_little_waits_and_stay_together_while_much_does() -> None:
     balancer = make_balancer(RoutingPolicy.PREFIX_AWARE)
-    idle = [load(0, 9, prefill_tokens=900), load(1, 9)]
+    idle = [load(0, 9, prefill_tokens=1100), load(1, 9)]
     busy = [load(0, 9, prefill_tokens=20_900), load(1, 9, prefill_tokens=20_000)]
 
     # The hit saves less than the wait before it; but computed twice, it holds up all that wait.

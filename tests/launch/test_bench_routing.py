@@ -1,37 +1,42 @@
 """The routing benchmark: its replicas keep their books, and the default policy is the best where it should be."""
 
+import argparse
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
+from phalanx.launch.bench import steps
 from phalanx.launch.bench.errors import BenchError
-from phalanx.launch.bench.routing import command
+from phalanx.launch.bench.report import ReportWriter
+from phalanx.launch.bench.routing import command, measure
 from phalanx.launch.bench.routing.load import MADE_UP, Load, from_trace, turns
+from phalanx.launch.bench.routing.service import ASSUMED, read_service, speed
 from phalanx.launch.bench.routing.simulation import Cluster, simulate
 from phalanx.launch.bench.traces import SHAPES, synthesize_trace
-
-SERVICE = command.make_service((6000, 32, 12, 0.033), 600_000)
+from support.launch import TINY_MODEL
 
 
 def make_cluster(dp: int = 4, front_ends: int = 1, delay_s: float = 0.0, kv_tokens: int = 600_000) -> Cluster:
-    service = dataclasses.replace(SERVICE, capacity_tokens=kv_tokens)
+    service = dataclasses.replace(ASSUMED, capacity_tokens=kv_tokens)
     return Cluster(
         data_parallel_size=dp, service=service, num_front_ends=front_ends, snapshot_delay_s=delay_s
     )
 
 
 def made_up(name: str, num_requests: int = 600, dp: int = 4) -> Load:
-    return MADE_UP[name](num_requests, command.RATES[name] * dp, 1)
+    return MADE_UP[name](num_requests, measure.RATES[name] * dp, 1)
 
 
-@pytest.mark.parametrize("policy", command.POLICIES)
+@pytest.mark.parametrize("policy", measure.POLICIES)
 @pytest.mark.parametrize("name", ["multi-turn", "heavy-tail"])
 def test_every_request_gets_all_its_tokens_under_every_policy(name: str, policy: str) -> None:
     # So little memory that requests are preempted.
     cluster, load = make_cluster(2, front_ends=2, delay_s=0.2, kv_tokens=70_000), made_up(name, 150, 2)
 
-    outcome = simulate(load, cluster, command.router_maker(policy, cluster, load.block_tokens))
+    outcome = simulate(load, cluster, measure.router_maker(policy, cluster, load.block_tokens))
 
     assert len(outcome.jobs) == load.num_requests
     for job in outcome.jobs:
@@ -44,7 +49,7 @@ def test_every_request_gets_all_its_tokens_under_every_policy(name: str, policy:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    runs = [command.measure(made_up("multi-turn", 200), "prefix_aware", make_cluster()) for _ in range(2)]
+    runs = [measure.measure(made_up("multi-turn", 200), "prefix_aware", make_cluster()) for _ in range(2)]
 
     assert len({run.ttft_p99_s for run in runs}) == 1
     assert len({run.hit_rate for run in runs}) == 1
@@ -62,7 +67,7 @@ def test_turns_of_a_session_begin_with_all_that_was_said() -> None:
 def test_with_reuse_the_default_finds_prefixes_and_beats_policies_that_look_at_load_only(name: str) -> None:
     load, cluster = made_up(name), make_cluster()
     ours, kv_aware, round_robin = (
-        command.measure(load, policy, cluster) for policy in ("prefix_aware", "kv_aware", "round_robin")
+        measure.measure(load, policy, cluster) for policy in ("prefix_aware", "kv_aware", "round_robin")
     )
 
     assert ours.hit_rate > max(kv_aware.hit_rate, round_robin.hit_rate) + 0.1
@@ -72,9 +77,9 @@ def test_with_reuse_the_default_finds_prefixes_and_beats_policies_that_look_at_l
 @pytest.mark.parametrize("name", ["no-reuse", "heavy-tail", "burst"])
 def test_without_reuse_the_default_is_as_good_as_the_best_that_looks_at_load_only(name: str) -> None:
     load, cluster = made_up(name), make_cluster()
-    ours = command.measure(load, "prefix_aware", cluster)
+    ours = measure.measure(load, "prefix_aware", cluster)
     others = [
-        command.measure(load, policy, cluster).ttft_p99_s
+        measure.measure(load, policy, cluster).ttft_p99_s
         for policy in ("kv_aware", "least_loaded", "round_robin", "power_of_two")
     ]
 
@@ -91,4 +96,68 @@ def test_a_trace_is_brought_to_the_rate_that_is_wanted() -> None:
 
 def test_unknown_names_are_refused_with_those_that_are_known() -> None:
     with pytest.raises(BenchError, match=r"--policies: 'best' is none of prefix_aware"):
-        command._known(("best",), command.POLICIES, "--policies")
+        command._known(("best",), measure.POLICIES, "--policies")
+
+
+def test_chats_are_answered_sooner_than_by_any_other_policy() -> None:
+    # Not one of the seeds that the policy was tuned on.
+    load, cluster = MADE_UP["multi-turn"](1500, measure.RATES["multi-turn"] * 8, 21), make_cluster(8)
+    found = {
+        policy: measure.measure(load, policy, cluster).ttft_p99_s
+        for policy in ("prefix_aware", "sglang-cache", "llm-d", "aibrix", "dynamo")
+    }
+
+    assert min(found, key=found.__getitem__) == "prefix_aware"
+
+
+def test_one_command_writes_all_tables(tmp_path: Path) -> None:
+    words = ["--requests", "40", "--loads", "multi-turn,azure-code", "--policies", "prefix_aware,round_robin"]
+    words += ["--dp", "2,3", "--delays-ms", "0,100", "--seeds", "1,2", "--ttft-slo-s", "1"]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    command.run(parser.parse_args(words), ReportWriter(words, tmp_path / "r"))
+
+    report = json.loads((tmp_path / "r.json").read_text())
+    titles = [table["title"] for table in report["tables"]]
+    assert titles[0] == "dp 2, front ends: 1, snapshots 0 ms on their way"
+    assert titles[1].startswith("Requests a second at a p99 of TTFT of 1.0 s")
+    assert [row[0] for row in report["tables"][2]["rows"]] == [
+        "multi-turn, dp 2, front ends: 1, snapshots 0 ms on their way",
+        "multi-turn, dp 3, front ends: 1, snapshots 0 ms on their way",
+        "multi-turn, dp 2, front ends: 1, snapshots 100 ms on their way",
+    ]
+    # Two policies: two seeds of the first cell, one of the others; the trace is not there.
+    assert len(report["runs"]) == 2 * (2 + 1 + 1)
+
+
+def test_replicas_are_like_the_engine_that_was_measured(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    steps.add_arguments(parser)
+    words = ["--model", str(TINY_MODEL), "--device", "cpu", "--cpu-time", "--steps", "48"]
+    words += ["--max-requests", "4", "--max-prompt", "64", "--max-batched-tokens", "64"]
+
+    steps.run(parser.parse_args(words), ReportWriter(words, tmp_path / "steps"))
+    service, source = read_service(tmp_path / "steps.json")
+
+    assert service.cost.base_s + service.cost.decode_token_s > 0
+    assert service.cost.prefill_token_s > 0
+    assert (service.max_num_batched_tokens, service.max_num_seqs) == (64, 4)
+    assert "tiny-llama on" in source
+    assert 0 < speed(service) < float("inf")
+
+
+def test_what_is_no_result_of_a_measurement_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"benchmark": "ring", "date": "today", "runs": []}')
+
+    with pytest.raises(BenchError, match=r"--service: .* is no result of cluster-bench steps"):
+        read_service(tmp_path / "x.json")
+
+
+def test_a_request_that_no_replica_can_hold_is_named() -> None:
+    load = made_up("heavy-tail", 50)
+
+    with pytest.raises(
+        BenchError, match=r"heavy-tail: a request takes \d+ tokens, and the KV cache has 1000"
+    ):
+        measure.measure(load, "round_robin", make_cluster(kv_tokens=1000))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import re
 import signal
 from collections import Counter
@@ -13,11 +14,16 @@ import pytest
 
 from support.children import is_gone, wait_until
 from support.launch import TINY_MODEL, Cluster, running_cluster
+from support.streams import counters
 
 pytestmark = pytest.mark.timeout(300)
 
 NUM_CHATS = 12
 NUM_TURNS = 5
+NUM_PROMPTS = 40
+ANSWER_LENGTHS = (2, 8)
+Answer = tuple[str, list[int]]
+"""Text; tokens of prompt and answer."""
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +102,66 @@ def test_a_client_may_name_the_replica_and_ask_why(cluster: Cluster, text: str) 
     assert wrong.json()["error"]["param"] == "X-Phalanx-Replica"
     scores = explained.headers["X-Phalanx-Routing-Scores"]
     assert re.fullmatch(r"0=\d+\.\d, 1=\d+\.\d", scores)
+
+
+@pytest.mark.parametrize("num_requests", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_short_requests_are_neither_lost_nor_doubled_nor_mixed_while_the_coordinator_dies(
+    cluster: Cluster, text: str, num_requests: int
+) -> None:
+    prompts = [text[number * 40 : number * 40 + 20 + number % 30] for number in range(NUM_PROMPTS)]
+    rng = random.Random(7)
+    asked = [(rng.randrange(NUM_PROMPTS), rng.choice(ANSWER_LENGTHS)) for _ in range(num_requests)]
+    coordinator = cluster.pids()["phalanx coordinator"]
+    before = counters(cluster)
+
+    async def ask(client: httpx.AsyncClient, prompt: str, max_tokens: int) -> Answer:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body["ignore_eos"] = True
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert len(answer["choices"]) == 1
+        usage = answer["usage"]
+        return answer["choices"][0]["text"], [usage["prompt_tokens"], usage["completion_tokens"]]
+
+    async def scenario() -> tuple[dict[tuple[int, int], Answer], list[Answer]]:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits) as client:
+            alone = {pair: await ask(client, prompts[pair[0]], pair[1]) for pair in sorted(set(asked))}
+            num_done = 0
+
+            async def one(prompt: int, max_tokens: int) -> Answer:
+                nonlocal num_done
+                answer = await ask(client, prompts[prompt], max_tokens)
+                num_done += 1
+                if num_done == num_requests // 2:
+                    os.kill(coordinator, signal.SIGKILL)
+                return answer
+
+            return alone, await asyncio.gather(*(one(*pair) for pair in asked))
+
+    alone, answers = asyncio.run(scenario())
+
+    wait_until(lambda: is_gone(coordinator), timeout_s=10, what="the coordinator's end")
+    wait_until(lambda: "phalanx coordinator" in cluster.pids(), timeout_s=20, what="a new coordinator")
+    # What another prompt would have been answered is something else.
+    longest = [alone[prompt, most][0] for prompt, most in alone if most == 8]
+    assert len(set(longest)) > 0.9 * len(longest)
+    wrong = [pair for pair, answer in zip(asked, answers, strict=True) if answer != alone[pair]]
+    assert not wrong, f"{len(wrong)} of {num_requests} answers belong to another request"
+    after = counters(cluster)
+
+    def grown(name: str, label: str = "") -> float:
+        """By how much all series of a counter have grown, those with a label, together."""
+        return sum(
+            after[series] - before.get(series, 0.0)
+            for series in after
+            if series.startswith(name) and label in series
+        )
+
+    num_all = num_requests + len(alone)
+    num_tokens = sum(usage[1] for _, usage in (*alone.values(), *answers))
+    assert grown("phalanx_routing_decisions_total") == num_all
+    assert grown("phalanx_requests_total", 'route="/v1/completions",status="200"') == num_all
+    assert grown("phalanx_generation_tokens_total") == num_tokens
+    assert set(cluster.used_blocks().values()) == {0.0}

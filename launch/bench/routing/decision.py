@@ -1,0 +1,85 @@
+"""How long a decision takes: the scoring of replicas, and the look-up of a prompt's blocks. On this machine's clock.
+
+Called by: the benchmark's command. The fastest of many rounds counts: what slows a round down is not the code.
+"""
+
+import time
+from collections.abc import Callable
+
+from ....cluster.load_balancer import Balancer
+from ....cluster.load_book import LoadBook
+from ....cluster.prefix_index import PrefixIndex
+from ....cluster.routing import RoutingPolicy, RoutingRequest
+from ....engine.messages import EngineStats
+from ....engine.prefix_log import PrefixLog
+from ..report import Table, show_number
+from .load import number_key
+
+SIZES = (8, 64)
+_NUM_ROUNDS = 100
+_ROUND = 20
+_NUM_BLOCKS = 1000
+
+
+def decision_table() -> Table:
+    """Time both, for each number of replicas in `SIZES`."""
+    rows = [
+        [str(size), show_number(_scoring_us(size)), show_number(_look_up_us(size) / _NUM_BLOCKS)]
+        for size in SIZES
+    ]
+    return Table(
+        title="Time of a decision of prefix_aware, µs",
+        columns=["replicas", "scoring", "look-up, a block"],
+        rows=rows,
+        note=f"The fastest of {_NUM_ROUNDS} rounds. Scoring: loads, costs, choice. Look-up: a prompt of "
+        f"{_NUM_BLOCKS} blocks that every replica holds.",
+    )
+
+
+def _scoring_us(num_replicas: int) -> float:
+    book = LoadBook()
+    for dp_rank in range(num_replicas):
+        book.join(dp_rank)
+        book.report(
+            EngineStats(
+                dp_rank=dp_rank,
+                epoch=0,
+                sequence=1,
+                reported_at=0.0,
+                num_waiting=1,
+                num_running=20 + dp_rank % 5,
+                num_prefill_tokens=1000 + 37 * dp_rank,
+                kv_usage=0.3,
+                num_free_blocks=20_000,
+                num_free_tokens=320_000,
+                num_blocks=40_000,
+                num_running_tokens=30_000 + 111 * dp_rank,
+            )
+        )
+    balancer = Balancer(RoutingPolicy.PREFIX_AWARE, max_num_batched_tokens=2048)
+    ready = list(range(num_replicas))
+    request = RoutingRequest(num_prompt_tokens=3000, num_cached_tokens={num_replicas // 2: 1000})
+
+    def decide() -> None:
+        balancer.choose(request, book.loads(ready, 1.0), book.step_cost.cost, book.mean_output_tokens)
+
+    return _fastest_us(decide)
+
+
+def _look_up_us(num_replicas: int) -> float:
+    index = PrefixIndex()
+    keys = [number_key(number) for number in range(_NUM_BLOCKS)]
+    for dp_rank in range(num_replicas):
+        index.apply(dp_rank, PrefixLog(epoch=0).follow(()))
+        index.expect(dp_rank, keys)
+    return _fastest_us(lambda: index.match(keys))
+
+
+def _fastest_us(call: Callable[[], object]) -> float:
+    fastest_s = float("inf")
+    for _ in range(_NUM_ROUNDS):
+        began_at = time.perf_counter()
+        for _ in range(_ROUND):
+            call()
+        fastest_s = min(fastest_s, time.perf_counter() - began_at)
+    return fastest_s / _ROUND * 1e6

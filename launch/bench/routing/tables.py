@@ -1,0 +1,132 @@
+"""Tables and the picture of the routing benchmark. Pure, but for the file of the picture.
+
+Called by: the benchmark's command.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import BenchError
+from ..report import Table, show_number
+from .measure import RoutingRun
+from .simulation import Cluster
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """Name a cell: size, front ends, age of the snapshots."""
+    return (
+        f"dp {cluster.data_parallel_size}, front ends: {cluster.num_front_ends}, "
+        f"snapshots {cluster.snapshot_delay_s * 1e3:.0f} ms on their way"
+    )
+
+
+def runs_of(runs: Sequence[RoutingRun], cluster: Cluster) -> list[RoutingRun]:
+    """The runs of one cell."""
+    wanted = (cluster.data_parallel_size, cluster.num_front_ends, cluster.snapshot_delay_s)
+    return [
+        run for run in runs if (run.data_parallel_size, run.num_front_ends, run.snapshot_delay_s) == wanted
+    ]
+
+
+def full_table(runs: Sequence[RoutingRun], cluster: Cluster) -> Table:
+    """One row for each load and policy of one cell; medians over the seeds."""
+    groups: dict[tuple[str, str], list[RoutingRun]] = {}
+    for run in runs_of(runs, cluster):
+        groups.setdefault((run.load, run.policy), []).append(run)
+    rows = [
+        [
+            f"{load}, {policy}",
+            show_number(_median(group, "ttft_p50_s") * 1e3),
+            show_number(_median(group, "ttft_p99_s") * 1e3),
+            show_number(_median(group, "tpot_p50_s") * 1e3),
+            show_number(_median(group, "tpot_p99_s") * 1e3),
+            show_number(_median(group, "e2e_p50_s")),
+            show_number(_median(group, "e2e_p99_s")),
+            f"{_median(group, 'hit_rate'):.1%}",
+            f"{_median(group, 'spread'):.2f}",
+            show_number(_median(group, "choose_p50_us")),
+        ]
+        for (load, policy), group in groups.items()
+    ]
+    return Table(
+        title=describe_cluster(cluster),
+        columns=[
+            "load, policy",
+            "TTFT p50 ms",
+            "p99",
+            "TPOT p50 ms",
+            "p99",
+            "E2E p50 s",
+            "p99",
+            "hits",
+            "max/mean",
+            "choice µs",
+        ],
+        rows=rows,
+    )
+
+
+def varied_table(runs: Sequence[RoutingRun], cells: Sequence[Cluster]) -> Table:
+    """The p99 of TTFT in each cell: one row for each cell and load, one column for each policy that ran in all."""
+    loads = list(dict.fromkeys(run.load for run in runs_of(runs, cells[-1])))
+    policies = list(dict.fromkeys(run.policy for run in runs_of(runs, cells[-1])))
+    rows = []
+    for load in loads:
+        for cluster in cells:
+            found = [run for run in runs_of(runs, cluster) if run.load == load]
+            values = [
+                statistics.median(run.ttft_p99_s for run in found if run.policy == policy) * 1e3
+                for policy in policies
+            ]
+            rows.append([f"{load}, {describe_cluster(cluster)}", *map(show_number, values)])
+    return Table(title="TTFT p99, ms, as one thing changes", columns=["load, cluster", *policies], rows=rows)
+
+
+def throughput_table(throughputs: Mapping[tuple[str, str], float], slo_s: float) -> Table:
+    """Throughput of each policy on each load, and how many times round robin's it is."""
+    loads, policies = (list(dict.fromkeys(values)) for values in zip(*throughputs, strict=True))
+    rows = []
+    for policy in policies:
+        cells = []
+        for load in loads:
+            found, base = throughputs[load, policy], throughputs.get((load, "round_robin"), 0.0)
+            cells.append(f"{show_number(found)} ({found / base:.2f}×)" if base else show_number(found))
+        rows.append([policy, *cells])
+    return Table(
+        title=f"Requests a second at a p99 of TTFT of {slo_s} s (× round robin)",
+        columns=["policy", *loads],
+        rows=rows,
+    )
+
+
+def draw(runs: Sequence[RoutingRun], cluster: Cluster, path: Path) -> None:
+    """Draw the p99 of TTFT in one cell, a group of bars for each load. Raises BenchError without matplotlib."""
+    try:
+        # Imported here: it is an extra, and only this needs it.
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BenchError("--plot needs matplotlib: pip install 'phalanx[plot]'") from None
+    first = runs_of(runs, cluster)
+    loads = list(dict.fromkeys(run.load for run in first))
+    policies = list(dict.fromkeys(run.policy for run in first))
+    figure = Figure(figsize=(2 + 1.6 * len(loads), 5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(policies)
+    for index, policy in enumerate(policies):
+        places, values = [], []
+        for number, load in enumerate(loads):
+            found = [run.ttft_p99_s for run in first if (run.load, run.policy) == (load, policy)]
+            if found:
+                places.append(number + index * width)
+                values.append(statistics.median(found))
+        axes.bar(places, values, width, label=policy)
+    axes.set_yscale("log")
+    axes.set_ylabel("p99 of the time to the first token, s")
+    axes.set_xticks([number + 0.4 for number in range(len(loads))], loads, rotation=20)
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=100)
+
+
+def _median(runs: Sequence[RoutingRun], name: str) -> float:
+    return statistics.median(float(getattr(run, name)) for run in runs)
