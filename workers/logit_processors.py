@@ -32,7 +32,7 @@ def mask_grammar(logits: torch.Tensor, grammar: TokenMasks, columns: VocabColumn
 
 
 def process(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns) -> None:
-    """Apply all stages that follow the grammar."""
+    """Apply all stages from the grammar to the penalties."""
     if batch.allowed is not None:
         _allow(logits, batch.allowed, columns)
     if batch.bad_words is not None:
@@ -41,8 +41,6 @@ def process(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns) -
         add_bias(logits, batch.bias, columns.first_id)
     if batch.held_back is not None:
         _ban(logits, batch.held_back, columns)
-    if batch.penalties is not None:
-        penalise(logits, batch.penalties, columns.first_id)
 
 
 def unpack_masks(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -60,7 +58,10 @@ def add_bias(logits: torch.Tensor, bias: TokenValues, first_id: int) -> None:
 def penalise(logits: torch.Tensor, penalties: Penalties, first_id: int) -> None:
     """Repetition (Keskar et al., 2019, by the sign of the logit), then frequency and presence (as OpenAI has them)."""
     end = first_id + logits.shape[1]
-    in_prompt, counts = penalties.in_prompt[:, first_id:end], penalties.counts[:, first_id:end]
+    in_prompt, counts = (
+        table[:, first_id:end].index_select(0, penalties.slots)
+        for table in (penalties.in_prompt, penalties.counts)
+    )
     if in_prompt.shape[1] < logits.shape[1]:
         # A rank without columns has one of an id that no token has.
         return

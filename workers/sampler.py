@@ -20,7 +20,7 @@ import torch
 
 from .config import LogprobsMode
 from .kernels.ops import HAS_TRITON, is_fused
-from .logit_processors import LARGEST, mask_grammar, mask_padding, process
+from .logit_processors import LARGEST, mask_grammar, mask_padding, penalise, process
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import MAX_GUMBEL, gumbel_noise, gumbel_rows
 from .sampling_batch import SamplingBatch
@@ -29,6 +29,7 @@ from .vocab_columns import WHOLE, VocabColumns, best_of
 
 if HAS_TRITON:
     from . import fused_sampling
+    from .kernels import triton_penalties
 
 _RAW = (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
 
@@ -64,6 +65,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns = W
         logits.clamp_(max=LARGEST)
     raw = [logits.index_select(0, group.row_index) for group in batch.logprobs if batch.logprobs_mode in _RAW]
     process(logits, batch, columns)
+    if batch.penalties is not None:
+        apply = triton_penalties.penalise if uses_kernels else penalise
+        apply(logits, batch.penalties, columns.first_id)
     if uses_kernels:
         token_ids, kept = fused_sampling.choose(logits, batch, columns)
     else:

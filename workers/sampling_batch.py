@@ -41,13 +41,14 @@ class TokenValues:
 class Penalties:
     """Rows that have a penalty, and what their requests hold so far.
 
-    row_index:                       [m] int64
+    row_index, slots:                [m] int64; slots: of the two tables below
     repetition, frequency, presence: [m, 1] float32; 1, 0 and 0: off
-    in_prompt:                       [m, vocab_size] bool
-    counts:                          [m, vocab_size] int32, of output tokens
+    in_prompt:                       [slots, vocab_size] bool
+    counts:                          [slots, vocab_size] int32, of output tokens
     """
 
     row_index: torch.Tensor
+    slots: torch.Tensor
     repetition: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor

@@ -247,11 +247,12 @@ class SamplingRows:
         values = selection.floats.index_select(0, row_index)
         return Penalties(
             row_index=row_index,
+            slots=slots,
             repetition=values[:, REPETITION : REPETITION + 1],
             frequency=values[:, FREQUENCY : FREQUENCY + 1],
             presence=values[:, PRESENCE : PRESENCE + 1],
-            in_prompt=self._counts.in_prompt.index_select(0, slots),
-            counts=self._counts.counts.index_select(0, slots),
+            in_prompt=self._counts.in_prompt,
+            counts=self._counts.counts,
         )
 
     def _bias(self, rows: Sequence[int]) -> TokenValues | None:

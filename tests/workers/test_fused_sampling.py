@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from phalanx.workers import fused_sampling, sampler
 from phalanx.workers.config import LogprobsMode
-from phalanx.workers.kernels import triton_filters
+from phalanx.workers.kernels import triton_filters, triton_penalties
 from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens, draw
 from phalanx.workers.kernels.triton_filters import find_thresholds
 from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
+from phalanx.workers.logit_processors import penalise
 from phalanx.workers.noise import gumbel_rows
 from phalanx.workers.sampler import Sampled
-from phalanx.workers.sampling_batch import SamplingBatch
+from phalanx.workers.sampling_batch import Penalties, SamplingBatch
 from phalanx.workers.sampling_filters import thresholds
 from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.vocab_columns import WHOLE
@@ -40,6 +41,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler takes the kernels, on a CPU as well."""
     monkeypatch.setattr(sampler, "is_fused", lambda x: True)
     monkeypatch.setattr(sampler, "fused_sampling", fused_sampling, raising=False)
+    monkeypatch.setattr(sampler, "triton_penalties", triton_penalties, raising=False)
 
 
 class Gathered:
@@ -268,6 +270,43 @@ def test_batches_of_anything_are_as_on_the_torch_path(
     assert torch.equal(found.token_ids, expected.token_ids)
     assert torch.equal(found.logprobs[0].token_ids, expected.logprobs[0].token_ids)
     assert torch.equal(found.logprobs[0].values, expected.logprobs[0].values)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy tells of infinity, in the interpreter
+@WITHOUT_SHRINKING
+@given(
+    seed=st.integers(0, 10**6),
+    kinds=st.lists(KINDS, min_size=1, max_size=4),
+    width=st.sampled_from([1, 60, 4900]),
+    first_id=st.sampled_from([0, 64]),
+    repetition=st.sampled_from([1e-30, 0.5, 1.0, 1.3, 1e30]),
+    weight=st.sampled_from([0.0, 0.7, -2.0]),
+)
+def test_penalties_are_the_references(
+    seed: int, kinds: list[str], width: int, first_id: int, repetition: float, weight: float
+) -> None:
+    logits = make_rows(seed, kinds, width).clamp(max=1e30)
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(len(kinds), generator=generator)[: max(1, len(kinds) - 1)]
+    counts = torch.randint(-5, 4, (6, 5000), generator=generator, dtype=torch.int32).clamp(min=0)
+    values = torch.linspace(0.5, 1.0, 3).unsqueeze(-1)[: len(places)]
+    penalties = Penalties(
+        row_index=places,
+        slots=torch.randperm(6, generator=generator)[: len(places)],
+        repetition=values * repetition,
+        frequency=values * weight,
+        presence=-values * weight,
+        in_prompt=torch.rand(6, 5000, generator=generator) < 0.2,
+        counts=counts,
+    )
+    expected, found = logits.clone(), logits.to(DEVICE)
+    penalise(expected, penalties, first_id)
+
+    fields = {field.name: getattr(penalties, field.name) for field in dataclasses.fields(penalties)}
+    on_card = Penalties(**{name: value.to(DEVICE) for name, value in fields.items()})
+    triton_penalties.penalise(found, on_card, first_id)
+
+    assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.usefixtures("with_kernels")
