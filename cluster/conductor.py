@@ -63,7 +63,7 @@ class Hands(Protocol):
 
     @property
     def num_published(self) -> int:
-        """Number of the last update to the front end."""
+        """Number of the last update to the front ends."""
         ...
 
     @property
@@ -72,11 +72,11 @@ class Hands(Protocol):
         ...
 
     def publish(self) -> None:
-        """Tell the front end how things stand."""
+        """Tell the front ends how things stand."""
         ...
 
     def answer(self, result: AdminResult) -> None:
-        """Tell the front end how a command has ended."""
+        """Tell the front end that brought a command how it has ended."""
         ...
 
 
@@ -89,7 +89,7 @@ class _Current:
         self.epochs: dict[int, int] = {}
         """Of the process that each replica had when its RESTART began."""
         self.sequences: dict[int, int] = {}
-        """The update that the front end must answer, for each SET_MODE."""
+        """The update that the front ends must answer, for each SET_MODE."""
         self.call_ids: dict[int, int] = {}
 
 
@@ -172,7 +172,7 @@ class Conductor:
                 pass
 
     def applied(self, sequence: int | None) -> None:
-        """The front end has done what that update asks for; None: it is gone, and holds nothing any more."""
+        """All front ends have done what that update asks for; None: there is none, and nobody holds anything."""
         if self._current is None:
             return
         current = self._current

@@ -6,7 +6,8 @@ from ..shm.errors import ConfigError
 from .routing import RoutingPolicy
 
 MIN_HANG_TIMEOUT_S = 5.0
-"""An engine core at rest says every other second that it lives."""
+"""An engine core or the coordinator at rest says every other second that it lives."""
+MAX_API_SERVERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,8 @@ class ClusterConfig:
 
     data_parallel_size: int = 1
     """Replicas that share the requests."""
+    num_api_servers: int = 1
+    """API server processes behind the one address: they share tokenising and streaming."""
     routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
     """How a request finds its replica: prefix_aware, kv_aware, least_loaded, power_of_two or round_robin."""
     sticky_sessions: bool = False
@@ -38,7 +41,8 @@ class ClusterConfig:
     """Longest such pause."""
     hang_timeout_s: float = 30.0
     """A replica is started again when its engine core does nothing for so long outside a step, or for so long beyond
-    executor.step_timeout_s within one, or when one of its processes is stopped by a signal for so long."""
+    executor.step_timeout_s within one, or when one of its processes is stopped by a signal for so long; an API server
+    or the coordinator when it does nothing for so long."""
     min_ready_replicas: int = 1
     """With fewer replicas that serve, /ready says 503."""
     admin_timeout_s: float = 900.0
@@ -50,6 +54,10 @@ class ClusterConfig:
         if self.data_parallel_size < 1:
             raise ConfigError(
                 "cluster.data_parallel_size", f"must be at least 1, not {self.data_parallel_size}"
+            )
+        if not 1 <= self.num_api_servers <= MAX_API_SERVERS:
+            raise ConfigError(
+                "cluster.num_api_servers", f"must be 1 to {MAX_API_SERVERS}, not {self.num_api_servers}"
             )
         if not 0 <= self.min_ready_replicas <= self.data_parallel_size:
             raise ConfigError(

@@ -15,16 +15,19 @@ from ..engine.messages import EngineStats
 from ..shm.child_context import ChildContext
 from ..shm.exit_codes import ExitCode
 from ..shm.sockets import bind_pub, bind_pull
+from ..shm.status_board import Phase, StatusBoard, StatusSlot
 from .load_table import LoadTable
+from .messages import BoardPlace
 
 log = logging.getLogger(__name__)
 
 
 class CoordinatorArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where reports come in, and where snapshots go out."""
+    """Where reports come in, and where snapshots go out. board: None: nobody watches it."""
 
     stats_address: str
     snapshot_address: str
+    board: BoardPlace | None = None
 
 
 def main(context: ChildContext) -> int:
@@ -39,12 +42,20 @@ def main(context: ChildContext) -> int:
         bell_out.connect("inproc://stop")
         context.on_stop(lambda: bell_out.send(b"", zmq.NOBLOCK))
         try:
+            slot = _board_slot(args.board)
             context.ready(b"")
-            _serve(context, reports, snapshots, bell_in)
+            _serve(context, reports, snapshots, bell_in, slot)
         finally:
             for socket in (reports, snapshots, bell_in, bell_out):
                 socket.close(linger=0)
     return ExitCode.OK
+
+
+def _board_slot(place: BoardPlace | None) -> StatusSlot | None:
+    """Map the status board, for as long as the process lives."""
+    if place is None:
+        return None
+    return StatusBoard.attach(place.fd, place.num_slots).writer(place.slot)
 
 
 def _serve(
@@ -52,6 +63,7 @@ def _serve(
     reports: "zmq.Socket[bytes]",
     snapshots: "zmq.Socket[bytes]",
     bell: "zmq.Socket[bytes]",
+    slot: StatusSlot | None,
 ) -> None:
     table = LoadTable()
     decoder = msgspec.msgpack.Decoder(EngineStats)
@@ -61,6 +73,9 @@ def _serve(
     poller.register(bell, zmq.POLLIN)
     num_malformed = 0
     while not context.stop_requested.is_set():
+        # At the latest after the interval at rest: who does not write for longer hangs.
+        if slot is not None:
+            slot.set(Phase.SERVING)
         # Rounded up: a wait that ends before its time would spin through the last millisecond.
         wait_ms = math.ceil(max(0.0, table.due_at() - time.monotonic()) * 1000)
         if reports in dict(poller.poll(wait_ms)):

@@ -21,6 +21,7 @@ from ..engine.core_client import CoreSockets
 from ..engine.errors import PoisonousRequestError, ReplicaLostError
 from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats, FollowPrefixes
 from ..shm.sockets import connect_sub
+from .front_end_board import FrontEndBoard
 from .messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaInfo, ReplicaState
 from .replay import ReplayLog, ReplayStats
 from .request_router import RequestRouter
@@ -30,12 +31,15 @@ log = logging.getLogger(__name__)
 
 MAX_DECISIONS = 4096
 """The last ones, for those who ask why a request went where it went."""
+_TRIAL_POLL_S = 0.05
 
 
 class DpClient:
     """Send each request to the replica that the balancer picks; collect the outputs of all.
 
     Implements `CoreClient`. replay_wait_s: how long a lost request may wait for a replica, by `clock`.
+    board:     what the front ends of the cluster tell each other; None: there is one
+    on_blamed: told the fingerprints of requests that were found to kill replicas, for the other front ends
     """
 
     def __init__(
@@ -44,15 +48,20 @@ class DpClient:
         *,
         replay_wait_s: float,
         routing: RoutingOptions | None = None,
+        board: FrontEndBoard | None = None,
+        on_blamed: Callable[[list[bytes]], None] = lambda fingerprints: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connection = connection
         self._clock = clock
-        self._replay = ReplayLog(wait_s=replay_wait_s)
+        self._board = board or FrontEndBoard.alone()
+        self._on_blamed = on_blamed
+        self._replay = ReplayLog(wait_s=replay_wait_s, board=self._board)
         self._router = RequestRouter(
             routing or RoutingOptions(),
             client_index=connection.client_index,
             incarnation=connection.incarnation,
+            board=self._board,
         )
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._snapshot_at: float | None = None
@@ -142,8 +151,14 @@ class DpClient:
             if replica.state is ReplicaState.READY:
                 self._sockets.connect(replica.dp_rank, replica.input_address)
                 self._router.join(replica.dp_rank, block_size=replica.block_size or 1)
+                if known is None or known.epoch != replica.epoch or known.state is not ReplicaState.WITHHELD:
+                    self._replay.joined(replica.dp_rank, replica.epoch)
                 self._follow_prefixes(replica.dp_rank)
         self._send_lost_requests()
+
+    def learn_blamed(self, fingerprints: list[bytes]) -> None:
+        """Take what other front ends found out of requests that kill replicas."""
+        self._tell(self._replay.learn(fingerprints))
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Give the request to the replica that the balancer picks.
@@ -214,9 +229,10 @@ class DpClient:
         return [rank for rank, replica in self._replicas.items() if replica.state is ReplicaState.READY]
 
     def _usable(self) -> list[int]:
-        """Replicas that may get a request: not the one where a suspect is tried, unless there is no other."""
+        """Replicas that may get a request: not those where a suspect is tried, unless there is no other."""
         ready = self._ready()
-        return [rank for rank in ready if rank != self._replay.on_trial] or ready
+        trials = {self._replay.on_trial, *self._board.trials_elsewhere()}
+        return [rank for rank in ready if rank not in trials] or ready
 
     def _route(
         self, request: EngineCoreRequest, *, is_replay: bool = False
@@ -263,6 +279,8 @@ class DpClient:
         self._router.leave(dp_rank)
         num_lost = self._replay.num_unfinished(dp_rank)
         self._tell(self._replay.lose(dp_rank, self._clock()))
+        if blamed := self._replay.take_blamed():
+            self._on_blamed(blamed)
         log.warning("replica lost dp_rank=%d requests=%d", dp_rank, num_lost)
 
     def _move_away(self, dp_rank: int) -> None:
@@ -290,6 +308,9 @@ class DpClient:
                     request.request_id,
                 )
         expiry_at = self._replay.next_expiry_at()
+        if expiry_at is not None and self._replay.awaits_trial_elsewhere:
+            # Nobody tells us of its end.
+            expiry_at = min(expiry_at, self._clock() + _TRIAL_POLL_S)
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -316,6 +337,7 @@ class DpClient:
             # A replica that was lost may still be in the snapshot.
             if replica is not None and replica.epoch == stats.epoch:
                 self._router.take_report(stats)
+        self._router.tell_others()
 
     async def _follow_snapshots(self) -> None:
         assert self._context is not None

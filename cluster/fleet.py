@@ -12,6 +12,7 @@ import msgspec
 
 from ..engine.config import EngineConfig
 from ..engine.core_args import EngineCoreArgs, EngineCoreReady
+from ..shm.number_table import NumberTable
 from ..shm.process import ChildSpec
 from ..shm.runtime_dir import RuntimeDir
 from ..shm.status_board import RankStatus, StatusBoard
@@ -19,13 +20,12 @@ from ..workers.messages import ExecutorReport
 from .admin import MAX_REPLICAS
 from .coordinator import CoordinatorArgs
 from .health import Look
-from .messages import FrontEndConnection, RankInfo, ReplicaInfo, ReplicaState
+from .messages import BoardPlace, FrontEndConnection, FrontEndsPlace, RankInfo, ReplicaInfo, ReplicaState
 from .operations import Weights
 from .placement import Plan
 from .supervision_events import ChildKind
 
 COORDINATOR = "coordinator"
-API_SERVER = "api0"
 
 
 def core_role(dp_rank: int) -> str:
@@ -33,11 +33,16 @@ def core_role(dp_rank: int) -> str:
     return f"dp{dp_rank}"
 
 
+def api_server_role(client_index: int) -> str:
+    """The role of an API server."""
+    return f"api{client_index}"
+
+
 def kind_of(role: str) -> ChildKind:
     """What a child of that role is."""
     if role == COORDINATOR:
         return ChildKind.COORDINATOR
-    return ChildKind.API_SERVER if role == API_SERVER else ChildKind.ENGINE_CORE
+    return ChildKind.API_SERVER if role.startswith("api") else ChildKind.ENGINE_CORE
 
 
 def rank_of(role: str) -> int | None:
@@ -45,15 +50,23 @@ def rank_of(role: str) -> int | None:
     return int(role.removeprefix("dp")) if kind_of(role) is ChildKind.ENGINE_CORE else None
 
 
-def num_board_slots(tensor_parallel_size: int) -> int:
-    """Slots of the status board: an engine core and its workers, for as many replicas as there may ever be."""
-    return MAX_REPLICAS * (1 + tensor_parallel_size)
+def client_index_of(role: str) -> int:
+    """Which front end an API server is."""
+    return int(role.removeprefix("api"))
+
+
+def num_board_slots(tensor_parallel_size: int, num_api_servers: int) -> int:
+    """Slots of the status board.
+
+    An engine core and its workers, for as many replicas as there may ever be; the coordinator; the API servers.
+    """
+    return MAX_REPLICAS * (1 + tensor_parallel_size) + 1 + num_api_servers
 
 
 class Fleet:
     """The children's arguments and addresses.
 
-    board, runtime_dir: of the cluster; closed by their owner
+    board, front_ends, runtime_dir: of the cluster; closed by their owner
     """
 
     def __init__(
@@ -64,6 +77,7 @@ class Fleet:
         make_api_server: Callable[[FrontEndConnection], ChildSpec],
         weights: Weights,
         board: StatusBoard,
+        front_ends: NumberTable,
         runtime_dir: RuntimeDir,
     ) -> None:
         self.plan = plan
@@ -75,6 +89,7 @@ class Fleet:
         self._engine = engine
         self._make_api_server = make_api_server
         self._board = board
+        self._front_ends = front_ends
         self._runtime_dir = runtime_dir
         self._weights: dict[int, Weights] = {}
         self._free_bytes: dict[int, list[int | None]] = {}
@@ -104,19 +119,28 @@ class Fleet:
         match kind_of(role):
             case ChildKind.COORDINATOR:
                 args = CoordinatorArgs(
-                    stats_address=self._address("stats"), snapshot_address=self._address("loads")
+                    stats_address=self._address("stats"),
+                    snapshot_address=self._address("loads"),
+                    board=self._board_place(role),
                 )
                 return ChildSpec(
-                    role=role, target="phalanx.cluster.coordinator:main", args=msgspec.msgpack.encode(args)
+                    role=role,
+                    target="phalanx.cluster.coordinator:main",
+                    args=msgspec.msgpack.encode(args),
+                    pass_fds=(self._board.fd,),
                 )
             case ChildKind.ENGINE_CORE:
                 return self._engine_core_spec(role, epoch, is_paused=is_paused)
             case ChildKind.API_SERVER:
                 connection = FrontEndConnection(
-                    client_index=0,
+                    client_index=client_index_of(role),
                     incarnation=epoch,
                     output_address=self._address(f"{role}.{epoch}"),
                     snapshot_address=self._address("loads"),
+                    board=self._board_place(role),
+                    front_ends=FrontEndsPlace(
+                        fd=self._front_ends.fd, num_front_ends=self._front_ends.num_rows
+                    ),
                 )
                 return self._make_api_server(connection)
 
@@ -137,7 +161,7 @@ class Fleet:
             device_indices=[rank.device_index for rank in ranks],
             board_fd=self._board.fd,
             num_board_slots=self._board.num_slots,
-            first_board_slot=self._first_slot(dp_rank),
+            first_board_slot=self._slot(role),
             num_host_ranks=len(self.plan.ranks),
             expected_free_bytes=self._free_bytes.get(dp_rank, []),
             is_paused=is_paused,
@@ -150,20 +174,18 @@ class Fleet:
             pass_fds=(self._board.fd,),
         )
 
-    def looks(
-        self, dp_rank: int, epoch: int, core_pid: int, is_stopped: Callable[[int], bool]
-    ) -> dict[str, Look]:
-        """Look at the engine core and the workers of a replica that serves; by role."""
-        first_slot = self._first_slot(dp_rank)
+    def looks(self, role: str, epoch: int, pid: int, is_stopped: Callable[[int], bool]) -> dict[str, Look]:
+        """Look at a child that serves, and at its workers when it is an engine core; by role."""
 
-        def look(status: RankStatus, pid: int, *, is_engine_core: bool) -> Look:
-            return Look(epoch=epoch, status=status, is_engine_core=is_engine_core, is_stopped=is_stopped(pid))
+        def look(status: RankStatus, pid: int, *, is_worker: bool) -> Look:
+            return Look(epoch=epoch, status=status, is_worker=is_worker, is_stopped=is_stopped(pid))
 
-        role = core_role(dp_rank)
-        found = {role: look(self._board.read(first_slot), core_pid, is_engine_core=True)}
-        for rank in self.reports[dp_rank].ranks:
-            status = self._board.read(first_slot + 1 + rank.tp_rank)
-            found[f"{role} tp{rank.tp_rank}"] = look(status, rank.pid, is_engine_core=False)
+        slot = self._slot(role)
+        found = {role: look(self._board.read(slot), pid, is_worker=False)}
+        dp_rank = rank_of(role)
+        for rank in self.reports[dp_rank].ranks if dp_rank is not None else ():
+            status = self._board.read(slot + 1 + rank.tp_rank)
+            found[f"{role} tp{rank.tp_rank}"] = look(status, rank.pid, is_worker=True)
         return found
 
     def replica_info(self, dp_rank: int, epoch: int, state: ReplicaState) -> ReplicaInfo:
@@ -195,8 +217,17 @@ class Fleet:
             )
         return infos
 
-    def _first_slot(self, dp_rank: int) -> int:
-        return dp_rank * (1 + self.plan.tensor_parallel_size)
+    def _slot(self, role: str) -> int:
+        """A child's place on the status board; the workers of an engine core follow it."""
+        slots_per_replica = 1 + self.plan.tensor_parallel_size
+        dp_rank = rank_of(role)
+        if dp_rank is not None:
+            return dp_rank * slots_per_replica
+        first_other = MAX_REPLICAS * slots_per_replica
+        return first_other if role == COORDINATOR else first_other + 1 + client_index_of(role)
+
+    def _board_place(self, role: str) -> BoardPlace:
+        return BoardPlace(fd=self._board.fd, num_slots=self._board.num_slots, slot=self._slot(role))
 
     def _address(self, name: str) -> str:
         return self._runtime_dir.address(name)

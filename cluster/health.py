@@ -3,11 +3,12 @@
 Called by: the supervisor, which looks at the board about once a second, tells what it saw, and ends a replica that
 hangs. Knows no process, board or clock.
 
-A rank writes its slot as its main thread goes on, never from a timer, so a slot that does not change is a thread that
-does not. How long that may last depends on the phase: a step may compute for minutes, a decision of the scheduler may
-not; a rank without work sleeps as long as it likes, an engine core looks around every other second also then. A
-process that is stopped by a signal has no phase at all. Silence is counted in looks, not in time: when the watcher
-itself stood still, or got no processor, nobody else is blamed for it.
+A process writes its slot as its main thread goes on, never from a timer of another one, so a slot that does not
+change is a thread that does not. How long that may last depends on the phase: a step may compute for minutes, a
+decision of the scheduler may not; a rank without work sleeps as long as it likes, an engine core, an API server and
+the coordinator look around every other second also then. A process that is stopped by a signal has no phase at all.
+Silence is counted in looks, not in time: when the watcher itself stood still, or got no processor, nobody else is
+blamed for it.
 """
 
 from collections.abc import Mapping
@@ -33,25 +34,25 @@ class HangPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What was seen of one rank.
+    """What was seen of one rank, or of another process that writes the board.
 
-    epoch:          of its replica; with another one everything is counted anew
-    status:         its slot. That of an engine core holds the number of unfinished requests in place of a call id
-    is_engine_core: otherwise a worker
-    is_stopped:     by SIGSTOP or a debugger, as the kernel says
+    epoch:      of its replica, or its own; with another one everything is counted anew
+    status:     its slot. That of an engine core holds the number of unfinished requests in place of a call id
+    is_worker:  it sleeps while nobody asks for anything; all others look around every other second
+    is_stopped: by SIGSTOP or a debugger, as the kernel says
     """
 
     epoch: int
     status: RankStatus
-    is_engine_core: bool
+    is_worker: bool
     is_stopped: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """A rank that stands still for more than half of what it may.
+    """A process that stands still for more than half of what it may.
 
-    role:    "dp0", "dp0 tp1"; silent_s: how long; budget_s: how long it may
+    role:    "dp0", "dp0 tp1", "api0"; silent_s: how long; budget_s: how long it may
     problem: one sentence without the role
     """
 
@@ -67,8 +68,8 @@ class Stuck:
         return self.silent_s >= self.budget_s
 
     @property
-    def replica(self) -> str:
-        """The role of the engine core it belongs to."""
+    def child(self) -> str:
+        """The role of the supervisor's child that it is, or belongs to."""
         return self.role.partition(" ")[0]
 
 
@@ -114,13 +115,13 @@ class HangMonitor:
     def _judge(self, role: str, watched: _Watched, look: Look) -> Stuck | None:
         policy, phase = self._policy, watched.status.phase
         long_s = policy.step_timeout_s + policy.hang_timeout_s
-        step = watched.status.step
+        where = f"in {phase}" if phase is Phase.SERVING else f"in {phase}, step {watched.status.step}"
         candidates = [
-            (watched.stopped_s, policy.hang_timeout_s, f"stopped by a signal, in {phase}, step {step}"),
-            (watched.silent_s, self._budget_s(phase, look.is_engine_core), f"in {phase}, step {step}"),
+            (watched.stopped_s, policy.hang_timeout_s, f"stopped by a signal, {where}"),
+            (watched.silent_s, self._budget_s(phase, is_worker=look.is_worker), where),
         ]
-        if look.is_engine_core:
-            waiting = f"{watched.status.call_id} requests wait and no step is made, in {phase}, step {step}"
+        if not look.is_worker:
+            waiting = f"{watched.status.call_id} requests wait and no step is made, {where}"
             candidates.append((watched.without_step_s, long_s, waiting))
         silent_s, budget_s, problem = max(candidates, key=lambda entry: entry[0] / entry[1])
         if silent_s < budget_s / 2:
@@ -133,9 +134,9 @@ class HangMonitor:
             problem=f"stands still for {silent_s:.0f} s: {problem}",
         )
 
-    def _budget_s(self, phase: Phase, is_engine_core: bool) -> float:
+    def _budget_s(self, phase: Phase, *, is_worker: bool) -> float:
         policy = self._policy
-        if is_engine_core:
+        if not is_worker:
             if phase in _LONG_PHASES_OF_CORES:
                 return policy.step_timeout_s + policy.hang_timeout_s
             return float("inf") if phase in _UNWATCHED_PHASES else policy.hang_timeout_s

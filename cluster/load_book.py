@@ -107,6 +107,12 @@ class LoadBook:
         """Tokens that a request makes, as a fading mean over those that ended."""
         return self._output_tokens
 
+    @property
+    def num_unreported(self) -> int:
+        """Requests of ours by which the reported queues are too short; negative: too long."""
+        replicas = self._replicas.values()
+        return sum(len(replica.unacknowledged) - replica.settled_requests for replica in replicas)
+
     def join(self, dp_rank: int) -> None:
         """A replica serves from now on; what was known of an earlier life is forgotten."""
         self._replicas[dp_rank] = _Replica(ReplicaLoad(dp_rank))

@@ -167,9 +167,15 @@ class AdminResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     replicas: list[ReplicaResult] = []
 
 
-ToFrontEnd = FleetUpdate | AdminResult
+class BlamedRequests(msgspec.Struct, frozen=True, kw_only=True, tag="blamed"):
+    """Requests that kill replicas, by their fingerprints: from the front end that found out, and to all others."""
+
+    fingerprints: list[bytes]
+
+
+ToFrontEnd = FleetUpdate | AdminResult | BlamedRequests
 """All that the supervisor says to a front end."""
-FromFrontEnd = FleetApplied | AdminCommand
+FromFrontEnd = FleetApplied | AdminCommand | BlamedRequests
 """All that a front end says to the supervisor."""
 
 
@@ -184,13 +190,32 @@ class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     stats: list[EngineStats]
 
 
+class BoardPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a child says what it does: the status board, inherited as `fd`, of `num_slots`; and its own slot."""
+
+    fd: int
+    num_slots: int
+    slot: int
+
+
+class FrontEndsPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The table of a `FrontEndBoard`, inherited as `fd`, with one row for each of num_front_ends."""
+
+    fd: int
+    num_front_ends: int
+
+
 class FrontEndConnection(msgspec.Struct, frozen=True, kw_only=True):
     """How a front end joins the cluster: its own index, where its outputs arrive, where snapshots are published.
 
     incarnation: one more each time this front end is started again
+    board:       where it says what it does; None: nobody watches it
+    front_ends:  what front ends tell each other; None: there is one
     """
 
     client_index: int
     incarnation: int
     output_address: str
     snapshot_address: str
+    board: BoardPlace | None = None
+    front_ends: FrontEndsPlace | None = None

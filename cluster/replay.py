@@ -11,20 +11,25 @@ is blamed: it ends with an error, its equals that were lost with it do too, and 
 there are several, each is tried alone: the first that makes a token again is cleared, and the one with which another
 replica dies is blamed. No new request should be sent where one is on trial (`on_trial`); where that cannot be helped
 the trial is repeated, a few times. Requests that make progress are never suspects, however often their replicas are
-killed.
+killed. With several front ends each sees its own requests only. So each says on the board (front_end_board.py) what it
+had on a replica that had made no token, and whether it holds a trial: nobody is alone where another's request was, and
+one trial is held at a time. Who was blamed by one is told to all (`take_blamed`, `learn`).
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ..engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .front_end_board import FrontEndBoard
 
 MAX_FINGERPRINTS = 1024
 """Blamed requests that are remembered, the newest ones."""
 _SUSPECT_LIMIT = 2
+_POISONOUS = "two replicas in a row were lost as soon as they began it"
 _MAX_TRIALS = 3
 """Replicas that may be lost with a request on trial, and with others that had just come there."""
 
@@ -59,30 +64,57 @@ class ReplayLog:
     """All unfinished requests of one front end. Owner: its event loop.
 
     wait_s: how long a request may be parked, waiting for a replica, before it ends with an error
+    board:  what front ends tell each other; None: there is one
     """
 
-    def __init__(self, *, wait_s: float) -> None:
+    def __init__(self, *, wait_s: float, board: FrontEndBoard | None = None) -> None:
         self._wait_s = wait_s
+        self._board = board or FrontEndBoard.alone()
+        self._epochs: dict[int, int] = {}
+        # By replica: requests that have made no token there, those that were dropped meanwhile included.
+        self._num_unclear: Counter[int] = Counter()
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[str, None] = {}
         self._trial_id: str | None = None
+        self._awaits_trial_elsewhere = False
         # Replicas where a request without a token was dropped: it may be what the next loss is due to.
         self._unclear_ranks: set[int] = set()
         self._blamed: OrderedDict[bytes, None] = OrderedDict()
+        self._newly_blamed: list[bytes] = []
         self._num_replayed = 0
         self._num_expired = 0
         self._num_blamed = 0
         self._num_stale = 0
+
+    def joined(self, dp_rank: int, epoch: int) -> None:
+        """A replica serves, for the first time in this life."""
+        self._epochs[dp_rank] = epoch
+        self._set_unclear(dp_rank, 0)
 
     def admit(self, request: EngineCoreRequest, dp_rank: int) -> None:
         """Note that a new request goes to a replica."""
         self._entries[request.request_id] = _Entry(
             request, dp_rank, request.attempt, list(request.output_token_ids)
         )
+        self._set_unclear(dp_rank, self._num_unclear[dp_rank] + 1)
 
     def is_blamed(self, request: EngineCoreRequest) -> bool:
         """True when an equal request has killed replicas before."""
         return bool(self._blamed) and _fingerprint(request) in self._blamed
+
+    def take_blamed(self) -> list[bytes]:
+        """Return the fingerprints of requests that were blamed here since the last call."""
+        blamed, self._newly_blamed = self._newly_blamed, []
+        return blamed
+
+    def learn(self, fingerprints: Iterable[bytes]) -> list[EngineCoreOutput]:
+        """Take what others have blamed. Returns the errors of equal requests that wait for a replica here."""
+        known = set(fingerprints)
+        self._blamed.update(dict.fromkeys(known))
+        while len(self._blamed) > MAX_FINGERPRINTS:
+            self._blamed.popitem(last=False)
+        equals = [name for name in self._parked if _fingerprint(self._entries[name].request) in known]
+        return [self._end(name, _POISONOUS, is_poisonous=True) for name in equals]
 
     def accept(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Take what engine cores sent; return what is news, in order. Outputs of an older attempt are dropped."""
@@ -103,6 +135,8 @@ class ReplayLog:
                 # Above this class there was only ever one attempt.
                 output = msgspec.structs.replace(output, attempt=entry.request.attempt)
             if output.finish_reason is not None:
+                if not entry.made_progress:
+                    self._set_unclear(entry.dp_rank, self._num_unclear[entry.dp_rank] - 1)
                 self._remove(output.request_id)
             news.append(output)
         return news
@@ -115,7 +149,7 @@ class ReplayLog:
             if not self._entries[name].made_progress:
                 self._unclear_ranks.add(dp_rank)
             if self._trial_id == name:
-                self._trial_id = None
+                self._set_trial(None)
         return moved
 
     def lose(self, dp_rank: int, now: float) -> list[EngineCoreOutput]:
@@ -130,11 +164,15 @@ class ReplayLog:
                 entry.num_suspicions += 1
                 suspects.append(name)
             entry.made_progress = False
-        is_alone = len(suspects) == 1 and dp_rank not in self._unclear_ranks
+        is_unclear = dp_rank in self._unclear_ranks or self._board.is_unclear_elsewhere(
+            dp_rank, self._epochs.get(dp_rank, 0)
+        )
+        is_alone = len(suspects) == 1 and not is_unclear
         self._unclear_ranks.discard(dp_rank)
         convict_id = None
         if self._trial_id in lost:
-            convict_id, self._trial_id = self._trial_id, None
+            convict_id = self._trial_id
+            self._set_trial(None)
         elif len(suspects) == 1:
             convict_id = suspects[0]
         if convict_id is not None and self._is_guilty(convict_id, is_alone=is_alone):
@@ -151,15 +189,23 @@ class ReplayLog:
         """The replica where a suspect is tried: others should go elsewhere. None: there is none."""
         return self._entries[self._trial_id].dp_rank if self._trial_id is not None else None
 
+    @property
+    def awaits_trial_elsewhere(self) -> bool:
+        """True when the last `replayable` held a suspect back because another front end tries one of its own."""
+        return self._awaits_trial_elsewhere
+
     def replayable(self) -> list[EngineCoreRequest]:
         """Return the parked requests that may be sent now, as they must be sent; `replayed` says they were."""
         ready = []
+        self._awaits_trial_elsewhere = False
         for name in self._parked:
             entry = self._entries[name]
             if entry.num_suspicions >= _SUSPECT_LIMIT:
                 if self._trial_id not in (None, name):
                     continue
-                self._trial_id = name
+                if self._trial_id is None and not self._open_trial(name):
+                    self._awaits_trial_elsewhere = True
+                    continue
             ready.append(
                 msgspec.structs.replace(
                     entry.request, attempt=entry.attempt, output_token_ids=list(entry.output_token_ids)
@@ -170,8 +216,13 @@ class ReplayLog:
     def replayed(self, request_id: str, dp_rank: int) -> None:
         """Note that a parked request went to a replica."""
         del self._parked[request_id]
-        self._entries[request_id].dp_rank = dp_rank
+        entry = self._entries[request_id]
+        entry.dp_rank = dp_rank
         self._num_replayed += 1
+        if not entry.made_progress:
+            self._set_unclear(dp_rank, self._num_unclear[dp_rank] + 1)
+        if self._trial_id == request_id:
+            self._board.set_trial(dp_rank)
 
     def expire(self, now: float) -> list[EngineCoreOutput]:
         """Return the errors of the requests that have been parked for too long."""
@@ -214,7 +265,7 @@ class ReplayLog:
     def _remove(self, request_id: str) -> _Entry | None:
         self._parked.pop(request_id, None)
         if self._trial_id == request_id:
-            self._trial_id = None
+            self._set_trial(None)
         return self._entries.pop(request_id, None)
 
     def _park(self, request_id: str, now: float) -> None:
@@ -225,10 +276,34 @@ class ReplayLog:
         self._parked[request_id] = None
 
     def _clear(self, request_id: str, entry: _Entry) -> None:
+        if entry.made_progress:
+            return
         entry.made_progress = True
         entry.num_suspicions = entry.num_trials = 0
+        if entry.dp_rank is not None:
+            self._set_unclear(entry.dp_rank, self._num_unclear[entry.dp_rank] - 1)
         if self._trial_id == request_id:
-            self._trial_id = None
+            self._set_trial(None)
+
+    def _set_unclear(self, dp_rank: int, num_requests: int) -> None:
+        self._num_unclear[dp_rank] = num_requests
+        self._board.set_unclear(dp_rank, self._epochs.get(dp_rank, 0), num_requests)
+
+    def _set_trial(self, request_id: str | None) -> None:
+        """Try this suspect, on a replica that is yet to be chosen; None: the trial is over."""
+        self._trial_id = request_id
+        self._board.set_trial(None if request_id is None else -1)
+
+    def _open_trial(self, request_id: str) -> bool:
+        """Begin the trial of a suspect, unless another front end holds one."""
+        if self._board.is_trial_elsewhere():
+            return False
+        self._set_trial(request_id)
+        if self._board.is_trial_elsewhere(is_ours_on=True):
+            # Both have begun in the same moment.
+            self._set_trial(None)
+            return False
+        return True
 
     def _is_guilty(self, request_id: str, *, is_alone: bool) -> bool:
         """Judge a suspect whose replica was lost. is_alone: it was the only suspect there."""
@@ -242,13 +317,9 @@ class ReplayLog:
         """Remember a request, and end it with all that are lost and equal to it."""
         self._num_blamed += 1
         fingerprint = _fingerprint(self._entries[request_id].request)
-        self._blamed[fingerprint] = None
-        while len(self._blamed) > MAX_FINGERPRINTS:
-            self._blamed.popitem(last=False)
-        reason = "two replicas in a row were lost as soon as they began it"
-        outputs = [self._end(request_id, reason, is_poisonous=True)]
-        equals = [name for name in self._parked if _fingerprint(self._entries[name].request) == fingerprint]
-        return outputs + [self._end(name, reason, is_poisonous=True) for name in equals]
+        self._newly_blamed.append(fingerprint)
+        outputs = [self._end(request_id, _POISONOUS, is_poisonous=True)]
+        return outputs + self.learn([fingerprint])
 
     def _end(self, request_id: str, reason: str, *, is_poisonous: bool = False) -> EngineCoreOutput:
         entry = self._entries[request_id]

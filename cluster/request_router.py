@@ -15,6 +15,7 @@ from ..engine.errors import InvalidRequestError, QueueFullError
 from ..engine.messages import EngineCoreOutput, EngineCoreRequest, EngineStats
 from ..engine.prefix_log import PrefixDelta, block_keys
 from .errors import NoReplicaError
+from .front_end_board import FrontEndBoard
 from .load_balancer import Balancer
 from .load_book import LoadBook, ReplicaLoad
 from .prefix_index import PrefixIndex
@@ -38,10 +39,19 @@ class RequestRouter:
     """See the module. Owner: DpClient.
 
     client_index, incarnation: of this front end
+    board: what front ends tell each other; None: there is one
     """
 
-    def __init__(self, options: RoutingOptions, *, client_index: int = 0, incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        options: RoutingOptions,
+        *,
+        client_index: int = 0,
+        incarnation: int = 0,
+        board: FrontEndBoard | None = None,
+    ) -> None:
         self._options = options
+        self._board = board or FrontEndBoard.alone()
         self._book = LoadBook(client_index=client_index, incarnation=incarnation)
         self._index = PrefixIndex()
         self._block_sizes: dict[int, int] = {}
@@ -75,6 +85,7 @@ class RequestRouter:
         self._index.forget(dp_rank)
         for request_id in [name for name, routed in self._routed.items() if routed.dp_rank == dp_rank]:
             del self._routed[request_id]
+        self.tell_others()
 
     def route(
         self, request: EngineCoreRequest, ready: Sequence[int], now: float, *, is_replay: bool = False
@@ -102,6 +113,7 @@ class RequestRouter:
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         self.num_by_reason[decision.reason] += 1
+        self.tell_others()
         sent = msgspec.structs.replace(
             request, number=number, num_expected_cached_tokens=decision.num_cached_tokens
         )
@@ -127,8 +139,13 @@ class RequestRouter:
             self._end(request_id, now, None)
 
     def take_report(self, stats: EngineStats) -> None:
-        """Take a replica's report out of a snapshot."""
+        """Take a replica's report out of a snapshot. `tell_others` when all are taken."""
         self._book.report(stats)
+
+    def tell_others(self) -> None:
+        """Say on the board what the other front ends must add to the reports."""
+        if self._options.max_num_waiting is not None:
+            self._board.set_num_unreported(self._book.num_unreported)
 
     def take_delta(self, dp_rank: int, delta: PrefixDelta) -> bool:
         """Take what has changed in a replica's prefix cache. False: it must be asked to tell everything again."""
@@ -189,8 +206,10 @@ class RequestRouter:
     def _admit(self, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Return the replicas whose queue is not full. Raises QueueFullError when none is, or all together are."""
         limit = self._options.max_num_waiting
-        if limit is not None and sum(load.num_waiting for load in loads) >= limit:
-            raise self._full(loads)
+        if limit is not None:
+            num_waiting = sum(load.num_waiting for load in loads) + self._board.num_unreported_elsewhere()
+            if num_waiting >= limit:
+                raise self._full(loads)
         room = [load for load in loads if load.num_waiting < self._options.max_num_waiting_per_replica]
         if not room:
             raise self._full(loads)
@@ -208,3 +227,4 @@ class RequestRouter:
     def _end(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         self._settle(self._routed.pop(request_id))
         self._book.finish(request_id, now, num_output_tokens=num_output_tokens)
+        self.tell_others()

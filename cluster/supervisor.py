@@ -6,10 +6,10 @@ it dies, by whatever signal, every child leaves by itself (see shm/child.py), an
 shm/runtime_dir.py).
 
 A replica that hangs, its engine core or one of its workers (health.py), is killed as a whole; then it has died like any
-other. What operators wish comes in from the front end, and goes to the conductor (conductor.py).
+other; so are an API server and the coordinator. What operators wish comes in from a front end (front_ends.py), and goes
+to the conductor (conductor.py).
 """
 
-import contextlib
 import logging
 import selectors
 import signal
@@ -23,23 +23,26 @@ from ..engine.config import EngineConfig
 from ..engine.core_control import CoreControl, CoreControlDone
 from ..shm.errors import ProcessDiedError, QueueClosedError, StartupError
 from ..shm.exit_codes import ExitCode
+from ..shm.number_table import NumberTable
 from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner
 from ..shm.runtime_dir import RuntimeDir
 from ..shm.status_board import StatusBoard
 from .admin import ReplicaView
 from .conductor import Conductor
 from .config import ClusterConfig
-from .fleet import API_SERVER, COORDINATOR, Fleet, core_role, kind_of, num_board_slots, rank_of
+from .fleet import COORDINATOR, Fleet, api_server_role, core_role, kind_of, num_board_slots, rank_of
 from .fleet_view import FleetView
+from .front_end_board import NUM_COLUMNS
+from .front_ends import FrontEnds
 from .hang_watch import HangWatch
 from .health import HangPolicy
 from .messages import (
     AdminCommand,
     AdminResult,
+    BlamedRequests,
     FleetApplied,
     FromFrontEnd,
     FrontEndConnection,
-    ToFrontEnd,
 )
 from .observer import ClusterObserver, ClusterReport, ProcessReport
 from .operations import Weights
@@ -50,7 +53,6 @@ from .supervision_events import (
     ChildExited,
     ChildKind,
     ChildReady,
-    ChildState,
     ClusterState,
     Event,
     Instruction,
@@ -113,7 +115,9 @@ class Supervisor:
         process died or never became ready, BAD_CONFIG when one refused its configuration.
         """
         self._started_at = time.monotonic()
-        self._board = StatusBoard.create(num_board_slots(self._plan.tensor_parallel_size))
+        num_slots = num_board_slots(self._plan.tensor_parallel_size, self._cluster.num_api_servers)
+        self._board = StatusBoard.create(num_slots)
+        self._table = NumberTable.create("front-ends", self._cluster.num_api_servers, NUM_COLUMNS)
         self._runtime_dir = RuntimeDir.create()
         self._fleet = Fleet(
             plan=self._plan,
@@ -121,6 +125,7 @@ class Supervisor:
             make_api_server=self._make_api_server,
             weights=self._first_weights,
             board=self._board,
+            front_ends=self._table,
             runtime_dir=self._runtime_dir,
         )
         self._conductor = Conductor(
@@ -136,10 +141,15 @@ class Supervisor:
         }
         previous_fd = signal.set_wakeup_fd(signal_out.fileno(), warn_on_full_buffer=False)
         try:
-            roles = [COORDINATOR, *map(core_role, range(self._plan.data_parallel_size)), API_SERVER]
+            roles = [
+                COORDINATOR,
+                *map(core_role, range(self._plan.data_parallel_size)),
+                *map(api_server_role, range(self._cluster.num_api_servers)),
+            ]
+            self._supervision = self._make_supervision(roles)
+            self._front_ends = FrontEnds(self._supervision, self._children, self._table)
             for role in roles:
                 self._spawn(role, epoch=0)
-            self._supervision = self._make_supervision(roles)
             self._view = FleetView(self._fleet, self._supervision, self._children, self._watch_board)
             return self._watch(signal_in)
         finally:
@@ -156,6 +166,7 @@ class Supervisor:
             self._spawner.close()
             self._runtime_dir.close()
             self._board.close()
+            self._table.close()
 
     def _spawn(self, role: str, epoch: int) -> None:
         """Start the process of a role: the first time, or again."""
@@ -167,6 +178,8 @@ class Supervisor:
         self._children[role] = child
         self._spawned_at[role] = time.monotonic()
         self._selector.register(child.lifeline_fd, selectors.EVENT_READ, child)
+        if kind_of(role) is ChildKind.API_SERVER:
+            self._front_ends.started(role)
 
     def _make_supervision(self, roles: list[str]) -> Supervision:
         return Supervision(
@@ -247,8 +260,9 @@ class Supervisor:
         event = self._exited(child)
         self.handle(event)
         if dp_rank is None:
-            if child.role == API_SERVER:
-                self._conductor.applied(None)
+            if kind_of(child.role) is ChildKind.API_SERVER:
+                self._front_ends.gone(child.role)
+                self._conductor.applied(self._front_ends.applied_by_all)
             return
         if child.role not in self._supervision.roles:
             self._children.pop(child.role).close()
@@ -261,15 +275,18 @@ class Supervisor:
             return
         match msgspec.msgpack.decode(payload, type=FromFrontEnd):
             case FleetApplied() as applied:
-                self._conductor.applied(applied.sequence)
+                self._front_ends.applied(child.role, applied.sequence)
+                self._conductor.applied(self._front_ends.applied_by_all)
             case AdminCommand() as command:
-                self._conductor.take(command)
+                self._conductor.take(self._front_ends.take(child.role, command))
+            case BlamedRequests() as blamed:
+                self._front_ends.blame(child.role, blamed.fingerprints)
 
     def _look(self, now: float) -> None:
-        """Look at the status board, and end the replicas that hang."""
+        """Look at the status board, and end the processes that hang."""
         hung, has_changed = self._watch_board.look(now, self._fleet, self._supervision, self._children)
         for role in hung:
-            # Its workers are killed with it, by the kernel; one that is stopped as well.
+            # An engine core's workers are killed with it, by the kernel; one that is stopped as well.
             self._children[role].kill()
         if has_changed:
             self.publish()
@@ -311,9 +328,9 @@ class Supervisor:
                 self._observer.problem(instruction.sentence)
 
     def publish(self) -> None:
-        """Tell the front end how things stand."""
+        """Tell the front ends how things stand."""
         self._num_published += 1
-        self._tell_front_end(
+        self._front_ends.tell_all(
             self._view.update(
                 self._num_published,
                 is_paused=self._conductor.is_paused,
@@ -321,24 +338,17 @@ class Supervisor:
             )
         )
 
-    def _tell_front_end(self, message: ToFrontEnd) -> None:
-        """Send a message to the API server, when there is one."""
-        if self._supervision.child_state(API_SERVER) in (ChildState.STARTING, ChildState.READY):
-            # One that has just died is told apart by its exit, which is on its way.
-            with contextlib.suppress(QueueClosedError):
-                self._children[API_SERVER].send(msgspec.msgpack.encode(message))
-
     # What follows are the conductor's hands; see conductor.Hands.
 
     @property
     def num_published(self) -> int:
-        """Number of the last update to the front end."""
+        """Number of the last update to the front ends."""
         return self._num_published
 
     @property
     def has_front_end(self) -> bool:
         """True when somebody will answer an update."""
-        return self._supervision.child_state(API_SERVER) is ChildState.READY
+        return self._front_ends.has_any
 
     def replicas(self) -> Mapping[int, ReplicaView]:
         """All replicas, by dp_rank."""
@@ -369,8 +379,8 @@ class Supervisor:
         self._fleet.plan = self._make_plan(num_replicas)
 
     def answer(self, result: AdminResult) -> None:
-        """Tell the front end how a command has ended."""
-        self._tell_front_end(result)
+        """Tell the front end that brought a command how it has ended."""
+        self._front_ends.answer(result)
 
     def _cluster_report(self) -> ClusterReport:
         return ClusterReport(

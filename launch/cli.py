@@ -27,6 +27,7 @@ FIELDS = {
     "tensor_parallel_size": ("--tp", "parallel.tensor_parallel_size"),
     "data_parallel_size": ("--dp", "cluster.data_parallel_size"),
     "routing_policy": ("--routing-policy", "cluster.routing_policy"),
+    "num_api_servers": ("--api-servers", "cluster.num_api_servers"),
     "device": ("--device", "parallel.device"),
     "dtype": ("--dtype", "model.dtype"),
     "max_model_len": ("--max-model-len", "model.max_model_len"),
@@ -90,6 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--gpu-memory-utilization", type=float, metavar="PART",
                        help="part of a GPU's memory that one rank may use in all (0.9)")  # fmt: skip
     group = parser.add_argument_group("server")
+    group.add_argument("--api-servers", dest="num_api_servers", type=int, metavar="N",
+                       help="processes that share tokenising and streaming (1)")  # fmt: skip
     group.add_argument("--host", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     group.add_argument("--port", type=int, metavar="N", help="port to listen on; 0: any free one (8000)")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")

@@ -1,152 +1,52 @@
-"""Numbers of one API server as Prometheus series.
+"""Numbers of all API servers as Prometheus series, whichever of them is asked.
 
-Called by: the routes, which count what they serve, and GET /metrics. Each server has a registry of its own, so
-that two of them in one test do not meet. What the engine cores report is read at scrape time. Their counters
-start anew with each epoch of a replica; the sums here go on, so that no counter ever goes back.
+Called by: the routes, which count what they serve, and GET /metrics. What a server counts, it counts in its row of a
+table in shared memory (shared_series.py), and the row of each server outlives it. What the supervisor counts comes with
+its updates, and what the engine cores report is read at scrape time (replica_metrics.py).
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..cluster.messages import FleetUpdate, ProcessInfo
+from ..cluster.fleet import api_server_role
+from ..cluster.messages import FleetUpdate
 from ..cluster.replay import ReplayStats
+from ..cluster.routing import RoutingReason
+from ..cluster.supervision_events import ChildState
 from ..engine.messages import EngineStats
+from ..shm.number_table import NumberTable
+from . import metric_series
+from .metric_series import CounterSeries, HistogramSeries
+from .replica_metrics import ReplicaCollector, ReplicaTotals
+from .shared_series import SharedCollector, SharedCounter, SharedHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-BETWEEN_TOKENS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-WHOLE_REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-
-GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "phalanx_num_requests_running": ("Requests in the running batch.", lambda stats: stats.num_running),
-    "phalanx_num_requests_waiting": ("Requests that wait to be admitted.", lambda stats: stats.num_waiting),
-    "phalanx_kv_cache_usage_ratio": (
-        "Part of the KV blocks held by running requests.",
-        lambda stats: stats.kv_usage,
-    ),
-    "phalanx_kv_blocks_free": (
-        "Free KV blocks, evictable ones included.",
-        lambda stats: stats.num_free_blocks,
-    ),
-    "phalanx_kv_blocks_total": ("KV blocks of the replica.", lambda stats: stats.num_blocks),
-}
-COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], int]]] = {
-    "phalanx_prefix_cache_queried_tokens": (
-        "Prompt tokens looked up in the prefix cache.",
-        lambda stats: stats.prefix_queried_tokens,
-    ),
-    "phalanx_prefix_cache_hit_tokens": (
-        "Prompt tokens found in the prefix cache.",
-        lambda stats: stats.prefix_hit_tokens,
-    ),
-    "phalanx_num_preemptions": ("Requests whose blocks were taken.", lambda stats: stats.num_preemptions),
-    "phalanx_engine_steps": ("Steps of the engine core.", lambda stats: stats.num_steps),
-}
 
 
-PROCESS_COUNTERS: Mapping[str, tuple[str, Callable[[ProcessInfo], int]]] = {
-    "phalanx_process_restarts": (
-        "Starts of a process beyond its first, after a death or by an operator's wish.",
-        lambda process: process.num_restarts,
-    ),
-    "phalanx_process_failures": (
-        "Deaths of a process, those after a hang included.",
-        lambda process: process.num_failures,
-    ),
-    "phalanx_process_hangs": (
-        "Times that a replica was ended because one of its processes stood still.",
-        lambda process: process.num_hangs,
-    ),
-}
-"""Counted by the supervisor, so that they go on whichever process is started again."""
-REPLAY_COUNTERS: Mapping[str, tuple[str, Callable[[ReplayStats], int]]] = {
-    "phalanx_requests_replayed": (
-        "Times that a request went on with another replica.",
-        lambda stats: stats.num_replayed,
-    ),
-    "phalanx_requests_expired": (
-        "Requests that found no replica in time after theirs was lost.",
-        lambda stats: stats.num_expired,
-    ),
-    "phalanx_requests_blamed": (
-        "Requests that were ended because replicas died of them.",
-        lambda stats: stats.num_blamed,
-    ),
-    "phalanx_outputs_stale": (
-        "Outputs of earlier attempts that were dropped.",
-        lambda stats: stats.num_stale_outputs,
-    ),
-}
+class Place(NamedTuple):
+    """Where an API server counts: the table of all of them, and its own row."""
 
+    table: NumberTable
+    row: int
 
-@dataclass(slots=True)
-class _EpochSum:
-    """A counter over all epochs of one replica: `base` of the earlier ones plus `latest` of this one."""
-
-    epoch: int
-    base: int = 0
-    latest: int = 0
-
-
-class ReplicaCollector(Collector):
-    """Turns the newest report of each replica into series, at scrape time. Thread: the event loop."""
-
-    def __init__(
-        self, model_name: str, stats: Callable[[], Mapping[int, EngineStats]], num_ready: Callable[[], int]
-    ) -> None:
-        self._model_name = model_name
-        self._stats = stats
-        self._num_ready = num_ready
-        self._sums: dict[tuple[str, int], _EpochSum] = {}
-
-    def describe(self) -> Iterable[Metric]:
-        """Describe nothing: the registry then does not collect at registration."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Give one family for each number, with one sample for each replica."""
-        ready = GaugeMetricFamily("phalanx_replicas_ready", "Replicas that serve.", labels=["model_name"])
-        ready.add_metric([self._model_name], self._num_ready())
-        yield ready
-        reports = sorted(self._stats().items())
-        for name, (text, read) in GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["model_name", "dp_rank"])
-            for dp_rank, stats in reports:
-                gauge.add_metric([self._model_name, str(dp_rank)], read(stats))
-            yield gauge
-        for name, (text, read_count) in COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name", "dp_rank"])
-            for dp_rank, stats in reports:
-                total = self._total(name, dp_rank, stats.epoch, read_count(stats))
-                counter.add_metric([self._model_name, str(dp_rank)], total)
-            yield counter
-
-    def _total(self, name: str, dp_rank: int, epoch: int, count: int) -> int:
-        known = self._sums.setdefault((name, dp_rank), _EpochSum(epoch))
-        if epoch > known.epoch:
-            known.base += known.latest
-            known.epoch, known.latest = epoch, 0
-        if epoch == known.epoch:
-            known.latest = max(known.latest, count)
-        return known.base + known.latest
+    @classmethod
+    def alone(cls) -> "Place":
+        """Return the place of a server that has no others."""
+        return cls(NumberTable.private(1, metric_series.NUM_COLUMNS), 0)
 
 
 class ClusterCollector(Collector):
-    """Turns what is known of processes and lost requests into series, at scrape time. Thread: the event loop."""
+    """Turns what the supervisor says into series, and what each server knows just now. Thread: the event loop."""
 
-    def __init__(
-        self,
-        model_name: str,
-        fleet: Callable[[], FleetUpdate | None],
-        replay: Callable[[], ReplayStats | None],
-    ) -> None:
+    def __init__(self, model_name: str, fleet: Callable[[], FleetUpdate | None], place: Place) -> None:
         self._model_name = model_name
         self._fleet = fleet
-        self._replay = replay
+        self._table, self._row = place
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: the registry then does not collect at registration."""
@@ -154,32 +54,44 @@ class ClusterCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Give one family for each number."""
-        fleet, replay = self._fleet(), self._replay()
+        fleet = self._fleet()
         if fleet is not None:
-            for name, (text, read) in PROCESS_COUNTERS.items():
+            for name, (text, read) in metric_series.PROCESS_COUNTERS.items():
                 counter = CounterMetricFamily(name, text, labels=["model_name", "role"])
                 for process in fleet.processes:
                     counter.add_metric([self._model_name, process.role], read(process))
                 yield counter
-            stuck = GaugeMetricFamily(
-                "phalanx_ranks_stuck", "Ranks and engine cores that stand still.", labels=["model_name"]
+            yield self._gauge("phalanx_ranks_stuck", "Processes that stand still.", len(fleet.stuck))
+        rows = self._serving(fleet)
+        parked = sum(self._table.get(row, metric_series.PARKED) for row in rows)
+        yield self._gauge("phalanx_requests_parked", "Requests that wait for a replica.", parked)
+        snapshots_at = [at for row in rows if (at := self._table.get(row, metric_series.SNAPSHOT_AT))]
+        if snapshots_at:
+            yield self._gauge(
+                "phalanx_load_snapshot_age_seconds",
+                "Age of the newest load snapshot that a front end has: of the one with the oldest.",
+                max(0.0, time.monotonic() - min(snapshots_at)),
             )
-            stuck.add_metric([self._model_name], len(fleet.stuck))
-            yield stuck
-        if replay is not None:
-            for name, (text, read_count) in REPLAY_COUNTERS.items():
-                counter = CounterMetricFamily(name, text, labels=["model_name"])
-                counter.add_metric([self._model_name], read_count(replay))
-                yield counter
-            parked = GaugeMetricFamily(
-                "phalanx_requests_parked", "Requests that wait for a replica.", labels=["model_name"]
-            )
-            parked.add_metric([self._model_name], replay.num_parked)
-            yield parked
+
+    def _serving(self, fleet: FleetUpdate | None) -> list[int]:
+        """The rows of servers that live: what others knew when they died is not so any more."""
+        processes = fleet.processes if fleet is not None else ()
+        ready = {process.role for process in processes if process.state is ChildState.READY}
+        rows = range(self._table.num_rows)
+        return [row for row in rows if row == self._row or api_server_role(row) in ready]
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+        gauge.add_metric([self._model_name], value)
+        return gauge
 
 
 class ServerMetrics:
-    """The series of one API server. Thread: the event loop."""
+    """What one API server counts, and what all of them have counted. Thread: the event loop.
+
+    stats, num_ready, fleet, replay, num_routed, snapshot_age_s: what this server knows now
+    place: where it counts; None: there is no other server
+    """
 
     def __init__(
         self,
@@ -189,44 +101,63 @@ class ServerMetrics:
         *,
         fleet: Callable[[], FleetUpdate | None] = lambda: None,
         replay: Callable[[], ReplayStats | None] = lambda: None,
-        routing: Collector | None = None,
+        num_routed: Callable[[], Mapping[RoutingReason, int]] = dict,
+        snapshot_age_s: Callable[[], float | None] = lambda: None,
+        place: Place | None = None,
     ) -> None:
+        place = place or Place.alone()
+        self._table, self._row = table, row = place
+        self._stats = stats
+        self._replay = replay
+        self._num_routed = num_routed
+        self._snapshot_age_s = snapshot_age_s
+
+        def counter(series: CounterSeries) -> SharedCounter:
+            return SharedCounter(table, row, series, metric_series.COLUMNS.first(series.name))
+
+        def histogram(series: HistogramSeries) -> SharedHistogram:
+            return SharedHistogram(table, row, series, metric_series.COLUMNS.first(series.name))
+
+        self.first_token = histogram(metric_series.FIRST_TOKEN)
+        self.between_tokens = histogram(metric_series.BETWEEN_TOKENS)
+        self.whole_request = histogram(metric_series.WHOLE_REQUEST)
+        self.prompt_tokens = counter(metric_series.PROMPT_TOKENS)
+        self.generation_tokens = counter(metric_series.GENERATION_TOKENS)
+        self._requests = counter(metric_series.REQUESTS)
+        self._decisions = counter(metric_series.DECISIONS)
+        self._replay_counters = [(counter(series), read) for series, read in metric_series.REPLAY.items()]
+        self._totals = ReplicaTotals(table, row, metric_series.FIRST_OF_REPLICAS)
         self._registry = CollectorRegistry()
-        if routing is not None:
-            self._registry.register(routing)
-        self._registry.register(ReplicaCollector(model_name, stats, num_ready))
-        self._registry.register(ClusterCollector(model_name, fleet, replay))
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
-            return family.labels(model_name)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=self._registry).labels(model_name)
-
-        self._model_name = model_name
-        self._requests = Counter(
-            "phalanx_requests",
-            "HTTP requests by route and status; 499: the client left.",
-            ["model_name", "route", "status"],
-            registry=self._registry,
-        )
-        self.first_token = histogram(
-            "phalanx_time_to_first_token_seconds", "From arrival to the first output.", FIRST_TOKEN_BUCKETS
-        )
-        self.between_tokens = histogram(
-            "phalanx_inter_token_latency_seconds", "Between one output and the next.", BETWEEN_TOKENS_BUCKETS
-        )
-        self.whole_request = histogram(
-            "phalanx_e2e_request_latency_seconds", "From arrival to the last output.", WHOLE_REQUEST_BUCKETS
-        )
-        self.prompt_tokens = counter("phalanx_prompt_tokens", "Prompt tokens of served requests.")
-        self.generation_tokens = counter("phalanx_generation_tokens", "Output tokens.")
+        self._registry.register(SharedCollector(table, metric_series.COLUMNS, model_name))
+        self._registry.register(ReplicaCollector(model_name, stats, num_ready, self._totals))
+        self._registry.register(ClusterCollector(model_name, fleet, place))
+        self.share()
 
     def count_request(self, route: str, status: int) -> None:
-        """Count one answered HTTP request."""
-        self._requests.labels(self._model_name, route, str(status)).inc()
+        """Count one answered HTTP request. route: its path."""
+        labels = (
+            route if route in metric_series.COUNTED_ROUTES else metric_series.OTHER,
+            str(status) if str(status) in metric_series.COUNTED_STATUSES else metric_series.OTHER,
+        )
+        self._requests.inc(labels=labels)
+
+    def share(self) -> None:
+        """Put into our row what is counted elsewhere in this process. Some times a second, and before `render`."""
+        for stats in self._stats().values():
+            self._totals.observe(stats)
+        for reason, count in self._num_routed().items():
+            self._decisions.follow(count, labels=(reason.value,))
+        replay = self._replay()
+        if replay is not None:
+            for counter, read in self._replay_counters:
+                counter.follow(read(replay))
+        self._table.set(self._row, metric_series.PARKED, replay.num_parked if replay is not None else 0)
+        age_s = self._snapshot_age_s()
+        self._table.set(
+            self._row, metric_series.SNAPSHOT_AT, 0 if age_s is None else time.monotonic() - age_s
+        )
 
     def render(self) -> bytes:
         """Write all series in Prometheus's text format."""
+        self.share()
         return generate_latest(self._registry)

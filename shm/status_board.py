@@ -1,9 +1,10 @@
-"""StatusBoard: what every rank and engine core is doing, readable from outside, also after its death.
+"""StatusBoard: what every process of a cluster is doing, readable from outside, also after its death.
 
-Called by: the main thread of each rank, and of each engine core, writes its slot (`StatusSlot.set`); executors
-and the supervisor read. The supervisor creates the board and hands its descriptor down, so that it outlives a replica.
+Called by: the main thread of each rank, engine core and API server, and of the coordinator, writes its slot
+(`StatusSlot.set`); executors and the supervisor read. The supervisor creates the board and hands its descriptor down,
+so that it outlives a replica.
 Invariants: a slot has one writer and a cache line of its own. It is written by the main thread as it goes on,
-never by a timer: a heartbeat that beats while the rank hangs would be a lie.
+never by a timer beside it: a heartbeat that beats while the rank hangs would be a lie.
 
 A slot is read under a sequence lock: the writer makes the sequence odd, writes, and makes it even; a reader
 that met an odd or a changed sequence looks again.
@@ -54,6 +55,8 @@ class Phase(StrEnum):
     PAUSED = "paused"
     """Makes no steps until it is told to."""
     GRAPHS = "CUDA graphs"
+    SERVING = "serving"
+    """An API server or the coordinator goes on."""
 
     @classmethod
     def named(cls, name: str) -> "Phase":

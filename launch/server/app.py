@@ -27,9 +27,6 @@ GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 """Where a key is asked for, when there is one. Health and metrics are for machines of the operator."""
 ADMIN_PREFIX = "/admin/"
 """Where the administrator's key is asked for. Without one nobody enters."""
-COUNTED_ROUTES = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
-)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -99,10 +96,7 @@ class FrontDoor:
                 await self._app(scope, receive, send_and_note)
             else:
                 await refusal.response()(scope, receive, send_and_note)
-        path = scope["path"]
-        # An unknown path must not become a label: clients would make up series without end.
-        route = path if path in COUNTED_ROUTES else "other"
-        self._service.metrics.count_request(route, scope.get(STATUS_KEY, status))
+        self._service.metrics.count_request(scope["path"], scope.get(STATUS_KEY, status))
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Say why a request may not enter; None when it may."""

@@ -16,6 +16,7 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     connection:      how it joins the cluster
     listen_fd:       the inherited listening socket
+    metrics_fd:      the inherited table in which the API servers count, with a row for each
     drain_timeout_s: how long running requests may take to finish once a stop is asked
     replay_wait_s:   how long a request whose replica was lost waits for another one
     min_ready_replicas: with fewer that serve, /ready says 503
@@ -25,6 +26,7 @@ class ApiServerArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     connection: FrontEndConnection
     listen_fd: int
+    metrics_fd: int
     server: ServerConfig
     model: ModelConfig
     drain_timeout_s: float

@@ -15,6 +15,7 @@ from ...cluster.messages import (
     AdminCommand,
     AdminKind,
     AdminResult,
+    BlamedRequests,
     FleetApplied,
     FleetUpdate,
     FromFrontEnd,
@@ -51,12 +52,19 @@ class ClusterLink:
 
     send:  to the supervisor
     apply: has requests move as an update wants it, before the supervisor is told that they have
+    learn: takes the fingerprints of requests that other front ends found to kill replicas
     """
 
-    def __init__(self, send: Callable[[bytes], None], apply: Callable[[FleetUpdate], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], None],
+        apply: Callable[[FleetUpdate], None],
+        learn: Callable[[list[bytes]], None] = lambda fingerprints: None,
+    ) -> None:
         self.fleet: FleetUpdate | None = None
         self._send = send
         self._apply = apply
+        self._learn = learn
         self._command_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[AdminResult]] = {}
 
@@ -67,10 +75,16 @@ class ClusterLink:
                 self.fleet = message
                 self._apply(message)
                 self._tell(FleetApplied(sequence=message.sequence))
+            case BlamedRequests():
+                self._learn(message.fingerprints)
             case AdminResult():
                 future = self._waiting.get(message.command_id)
                 if future is not None and not future.done():
                     future.set_result(message)
+
+    def tell_blamed(self, fingerprints: list[bytes]) -> None:
+        """Have the other front ends told of requests that kill replicas."""
+        self._tell(BlamedRequests(fingerprints=fingerprints))
 
     async def command(
         self,

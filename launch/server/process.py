@@ -1,43 +1,42 @@
 """The API-server process: the application on the inherited socket, in front of the cluster's replicas.
 
-Started by the supervisor. Main thread: the event loop, and everything but the lifeline thread, which hands the
-supervisor's messages over to it. A stop closes the gate, lets running requests finish within the drain budget
-and then leaves. When the supervisor dies the process ends at once (see shm/child.py); when a replica dies its
-requests end with an error and the others go on.
+Started by the supervisor. There may be several, behind one listening socket; each has its own connections, and its own
+requests in the replicas. Main thread: the event loop, and everything but the lifeline thread, which hands the
+supervisor's messages over to it. A stop closes the gate, lets running requests finish within the drain budget and then
+leaves. When the supervisor dies the process ends at once (see shm/child.py); when a replica dies its requests continue
+elsewhere (see cluster/replay.py); when this process dies, its connections break and its requests are aborted.
 """
 
 import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import msgspec
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from ...cluster.dp_client import DpClient
-from ...cluster.messages import FleetUpdate, ToFrontEnd
+from ...cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
+from ...cluster.messages import BoardPlace, FleetUpdate, FrontEndConnection, ToFrontEnd
 from ...engine.async_llm import AsyncLLM
 from ...engine.input_processor import InputProcessor
 from ...shm.child_context import ChildContext
 from ...shm.exit_codes import ExitCode
-from ..metrics import ServerMetrics
+from ...shm.number_table import NumberTable
+from ...shm.status_board import Phase, StatusBoard
+from .. import metric_series
+from ..metrics import Place, ServerMetrics
 from ..preflight import read_admin_key, read_api_key
-from ..routing_metrics import RoutingCollector
 from .app import create_app
 from .args import ApiServerArgs
 from .cluster_link import ClusterLink
+from .http_server import make_server
 from .service import Gate, Service
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than the pools of usual proxies keep theirs."""
-LAST_WRITES_S = 2
-"""For answers that are complete to leave the process, once it stops."""
+BEAT_S = 0.5
+"""How often the event loop says that it goes on, and shares what it has counted."""
 
 
 def main(context: ChildContext) -> int:
@@ -45,24 +44,6 @@ def main(context: ChildContext) -> int:
     args = msgspec.msgpack.decode(context.args, type=ApiServerArgs)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(context, args))
-
-
-class InheritedServer(uvicorn.Server):
-    """uvicorn without its signal handlers: signals are the supervisor's business. Tells when it accepts."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave all signals as they are."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, then say so."""
-        await super().startup(sockets)
-        self._on_started()
 
 
 async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
@@ -75,7 +56,14 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     context.on_stop(ask_stop)
     context.progress("tokenizer")
     input_processor = InputProcessor.from_model(args.model)
-    client = DpClient(args.connection, replay_wait_s=args.replay_wait_s, routing=args.routing)
+    board = _front_end_board(args.connection)
+    client = DpClient(
+        args.connection,
+        replay_wait_s=args.replay_wait_s,
+        routing=args.routing,
+        board=board,
+        on_blamed=lambda fingerprints: link.tell_blamed(fingerprints),
+    )
     engine = AsyncLLM(client, input_processor, client_index=args.connection.client_index)
     await engine.start()
     decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
@@ -87,14 +75,17 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
         # Hashes serve the balancer's index and the engine core's prefix cache; without a cache nobody needs them.
         input_processor.block_size = client.block_size if args.hashes_prompts else None
 
-    link = ClusterLink(context.note, apply)
+    link = ClusterLink(context.note, apply, client.learn_blamed)
 
     def take(data: bytes) -> None:
         loop.call_soon_threadsafe(link.take, decoder.decode(data))
 
     context.on_message(take)
     service = make_service(args, input_processor, engine, client, link)
-    server = make_server(create_app(service), args.server.access_log, on_started=lambda: context.ready(b""))
+    server = make_server(
+        create_app(service), args.server.access_log, on_started=lambda: context.ready(b""), board=board
+    )
+    beating = asyncio.create_task(_beat(args.connection.board, service), name="beat")
     serving = asyncio.create_task(server.serve([socket.socket(fileno=args.listen_fd)]), name="http server")
     stopping = asyncio.create_task(stop_asked.wait(), name="stop")
     try:
@@ -108,26 +99,29 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
         await serving
     finally:
         stopping.cancel()
+        beating.cancel()
+        service.metrics.share()
         await engine.close()
     return ExitCode.OK if stop_asked.is_set() else ExitCode.FAILED
 
 
-def make_server(app: ASGIApp, access_log: bool, on_started: Callable[[], None]) -> InheritedServer:
-    """Make the HTTP server. It serves when `serve([listening socket])` is awaited, until `should_exit` is set."""
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=access_log,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=LAST_WRITES_S,
-    )
-    return InheritedServer(config, on_started)
+def _front_end_board(connection: FrontEndConnection) -> FrontEndBoard | None:
+    """Map what the front ends tell each other, for as long as the process lives."""
+    place = connection.front_ends
+    if place is None:
+        return None
+    table = NumberTable.attach(place.fd, place.num_front_ends, NUM_COLUMNS)
+    return FrontEndBoard(table, connection.client_index)
+
+
+async def _beat(place: BoardPlace | None, service: Service) -> None:
+    """Say on the status board that the event loop goes on: who does not for long hangs, and is replaced."""
+    slot = None if place is None else StatusBoard.attach(place.fd, place.num_slots).writer(place.slot)
+    while True:
+        if slot is not None:
+            slot.set(Phase.SERVING)
+        service.metrics.share()
+        await asyncio.sleep(BEAT_S)
 
 
 def make_service(
@@ -151,7 +145,12 @@ def make_service(
             lambda: client.num_ready,
             fleet=lambda: link.fleet,
             replay=lambda: client.replay_stats,
-            routing=RoutingCollector(model_name, lambda: client.num_routed, lambda: client.snapshot_age_s),
+            num_routed=lambda: client.num_routed,
+            snapshot_age_s=lambda: client.snapshot_age_s,
+            place=Place(
+                NumberTable.attach(args.metrics_fd, args.routing.num_clients, metric_series.NUM_COLUMNS),
+                args.connection.client_index,
+            ),
         ),
         gate=Gate(),
         model_name=model_name,

@@ -16,12 +16,12 @@ def look(
     since_at: float = 1.0,
     step: int = 3,
     unfinished: int = 0,
-    is_engine_core: bool = True,
+    is_worker: bool = False,
     is_stopped: bool = False,
     epoch: int = 0,
 ) -> Look:
     status = RankStatus(phase=phase, since_at=since_at, call_id=unfinished, step=step)
-    return Look(epoch=epoch, status=status, is_engine_core=is_engine_core, is_stopped=is_stopped)
+    return Look(epoch=epoch, status=status, is_worker=is_worker, is_stopped=is_stopped)
 
 
 def watch(seen: Look, *, seconds: int, role: str = "dp0", monitor: HangMonitor | None = None) -> list[Stuck]:
@@ -37,7 +37,7 @@ def watch(seen: Look, *, seconds: int, role: str = "dp0", monitor: HangMonitor |
 def test_an_engine_core_that_stops_writing_hangs(phase: Phase) -> None:
     assert watch(look(phase), seconds=4) == []
     (stuck,) = watch(look(phase), seconds=5)
-    assert (stuck.role, stuck.replica, stuck.phase, stuck.is_hung) == ("dp0", "dp0", phase, False)
+    assert (stuck.role, stuck.child, stuck.phase, stuck.is_hung) == ("dp0", "dp0", phase, False)
     (hung,) = watch(look(phase), seconds=10)
     assert hung.is_hung
     assert hung.problem == f"stands still for 10 s: in {phase}, step 3"
@@ -60,15 +60,15 @@ def test_starts_and_stops_have_other_deadlines(phase: Phase) -> None:
 
 @pytest.mark.parametrize("phase", [Phase.IDLE, Phase.MASKS])
 def test_a_worker_that_is_asked_for_nothing_may_sleep_for_ever(phase: Phase) -> None:
-    assert watch(look(phase, is_engine_core=False), seconds=1000, role="dp0 tp1") == []
+    assert watch(look(phase, is_worker=True), seconds=1000, role="dp0 tp1") == []
 
 
 @pytest.mark.parametrize("phase", [Phase.IDLE, Phase.FORWARD, Phase.WEIGHTS])
 def test_a_worker_that_is_stopped_hangs_in_any_phase(phase: Phase) -> None:
-    (stuck,) = watch(look(phase, is_engine_core=False, is_stopped=True), seconds=10, role="dp0 tp1")
+    (stuck,) = watch(look(phase, is_worker=True, is_stopped=True), seconds=10, role="dp0 tp1")
 
     assert stuck.is_hung
-    assert (stuck.role, stuck.replica) == ("dp0 tp1", "dp0")
+    assert (stuck.role, stuck.child) == ("dp0 tp1", "dp0")
     assert "stopped by a signal" in stuck.problem
 
 

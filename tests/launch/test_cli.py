@@ -19,6 +19,7 @@ from support.tiny_gguf import write_gguf
 FLAGS = [
     "--admin-key-file",
     "--api-key-file",
+    "--api-servers",
     "--config",
     "--data-parallel-size",
     "--device",
@@ -68,6 +69,7 @@ model:
                         part of a GPU's memory that one rank may use in all (0.9)
 
 server:
+  --api-servers N       processes that share tokenising and streaming (1)
   --host ADDRESS        address to listen on (127.0.0.1)
   --port N              port to listen on; 0: any free one (8000)
   --served-model-name NAME

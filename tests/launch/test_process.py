@@ -14,7 +14,7 @@ import pytest
 from phalanx.launch.config import ServerConfig
 from phalanx.launch.listener import bind_listener, listener_url
 from phalanx.launch.server.app import create_app
-from phalanx.launch.server.process import make_server
+from phalanx.launch.server.http_server import make_server
 from phalanx.launch.server.service import Service
 from phalanx.shm.errors import ConfigError
 from support.server import ANSWER, FakeEngine, make_service

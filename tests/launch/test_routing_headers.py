@@ -1,13 +1,14 @@
 """What a client may ask of the routing, and what it is told."""
 
 import asyncio
+import re
 from typing import Any
 
 import httpx
 import pytest
 
 from phalanx.cluster.routing import Decision, RoutingReason
-from phalanx.launch.routing_metrics import RoutingCollector
+from phalanx.launch.metrics import ServerMetrics
 from phalanx.launch.server.app import create_app
 from support.server import FakeCluster, FakeEngine, make_service
 
@@ -64,8 +65,12 @@ def test_a_session_of_endless_length_is_a_400() -> None:
 
 def test_every_reason_is_a_series_from_the_start() -> None:
     counts = {RoutingReason.PREFIX: 4}
-    counter, gauge = RoutingCollector("tiny", lambda: counts, lambda: 0.25).collect()
+    metrics = ServerMetrics("m", dict, lambda: 0, num_routed=lambda: counts, snapshot_age_s=lambda: 0.25)
 
-    by_reason = {sample.labels["reason"]: sample.value for sample in counter.samples}
-    assert by_reason == {**{str(reason): 0 for reason in RoutingReason}, "prefix": 4}
-    assert [sample.value for sample in gauge.samples] == [0.25]
+    text = metrics.render().decode()
+
+    found = re.findall(r'^phalanx_routing_decisions_total\{[^}]*reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    assert dict(found) == {**{str(reason): "0.0" for reason in RoutingReason}, "prefix": "4.0"}
+    age = re.search(r"^phalanx_load_snapshot_age_seconds\S* (\S+)$", text, re.MULTILINE)
+    assert age is not None
+    assert 0.25 <= float(age.group(1)) < 5
