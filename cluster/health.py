@@ -116,8 +116,10 @@ class HangMonitor:
         policy, phase = self._policy, watched.status.phase
         long_s = policy.step_timeout_s + policy.hang_timeout_s
         where = f"in {phase}" if phase is Phase.SERVING else f"in {phase}, step {watched.status.step}"
+        if look.is_stopped:
+            where = f"stopped by a signal, {where}"
         candidates = [
-            (watched.stopped_s, policy.hang_timeout_s, f"stopped by a signal, {where}"),
+            (watched.stopped_s, policy.hang_timeout_s, where),
             (watched.silent_s, self._budget_s(phase, is_worker=look.is_worker), where),
         ]
         if not look.is_worker:

@@ -129,3 +129,11 @@ def test_a_rank_that_writes_often_enough_is_never_hung(looks: list[tuple[float, 
         found = monitor.observe(now, {"dp0": look(Phase.SCHEDULING, since_at=since_at)})
         if any(stuck.is_hung for stuck in found):
             assert silent_s >= POLICY.hang_timeout_s
+
+
+def test_an_api_server_or_coordinator_that_stops_writing_hangs_and_has_no_steps() -> None:
+    (stuck,) = watch(look(Phase.SERVING, step=0), seconds=6, role="api1")
+    assert not stuck.is_hung
+    (hung,) = watch(look(Phase.SERVING, step=0, is_stopped=True), seconds=10, role="api1")
+    assert (hung.role, hung.child, hung.is_hung) == ("api1", "api1", True)
+    assert hung.problem == "stands still for 10 s: stopped by a signal, in serving"

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
 from phalanx.cluster.replay import ReplayLog
 from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from phalanx.shm.number_table import NumberTable
 from phalanx.workers.sampling_params import SamplingParams
 
 
@@ -293,3 +295,83 @@ def test_requests_that_are_moved_away_are_suspected_of_nothing(log: ReplayLog) -
     assert log.accept([tokens("a", 6, attempt=2, last=True)]) == []
     assert log.num_unfinished(0) == 2
     assert not log.is_blamed(make_request("b", (4, 5)))
+
+
+def two_logs() -> list[ReplayLog]:
+    """Two front ends of one cluster, and one replica of which both have heard."""
+    table = NumberTable.private(2, NUM_COLUMNS)
+    logs = [ReplayLog(wait_s=30.0, board=FrontEndBoard(table, index)) for index in range(2)]
+    for log in logs:
+        log.joined(0, epoch=0)
+    return logs
+
+
+def lose_everywhere(logs: list[ReplayLog], epoch: int) -> list[list[EngineCoreOutput]]:
+    """The replica dies and is back; each front end hears both at once, one after the other."""
+    ended = []
+    for log in logs:
+        ended.append(log.lose(0, now=1.0))
+        log.joined(0, epoch)
+        for request in log.replayable():
+            log.replayed(request.request_id, 0)
+    return ended
+
+
+@pytest.mark.parametrize("is_innocent_first", [False, True])
+def test_nobody_is_blamed_for_the_poison_of_another_front_end(is_innocent_first: bool) -> None:
+    logs = two_logs()
+    innocent, guilty = logs if is_innocent_first else logs[::-1]
+    innocent.admit(make_request("innocent", prompt=(9,)), 0)
+    guilty.admit(make_request("poison"), 0)
+
+    epoch, num_losses = 0, 0
+    while guilty.num_unfinished(0) or not num_losses:
+        epoch, num_losses = epoch + 1, num_losses + 1
+        ended = lose_everywhere(logs, epoch)
+        assert ended[logs.index(innocent)] == []
+        if ended[logs.index(guilty)]:
+            break
+        # Whoever is there without the poison makes a token.
+        if innocent.num_unfinished(0) and not guilty.num_unfinished(0):
+            assert guilty.awaits_trial_elsewhere
+            assert innocent.accept([tokens("innocent", 5, attempt=num_losses)])
+            for request in guilty.replayable():
+                guilty.replayed(request.request_id, 0)
+        assert num_losses < 6
+    else:
+        raise AssertionError("the poison is gone without a verdict")
+
+    assert guilty.is_blamed(make_request())
+    assert not innocent.is_blamed(make_request("later", prompt=(9,)))
+    assert num_losses <= 4
+
+
+def test_a_request_that_is_alone_among_several_front_ends_is_blamed_as_soon_as_with_one() -> None:
+    logs = two_logs()
+    logs[1].admit(make_request("done", prompt=(9,)), 0)
+    logs[1].accept([tokens("done", 5, last=True)])
+    logs[0].admit(make_request("poison"), 0)
+
+    assert lose_everywhere(logs, 1) == [[], []]
+    ended, nothing = lose_everywhere(logs, 2)
+
+    assert [output.is_poisonous for output in ended] == [True]
+    assert nothing == []
+
+
+def test_what_others_have_blamed_is_refused_and_ended_where_it_waits(log: ReplayLog) -> None:
+    culprit = ReplayLog(wait_s=30.0)
+    culprit.admit(make_request(), 0)
+    lose_and_replay(culprit, 0)
+    lose_and_replay(culprit, 0)
+    log.admit(make_request("equal"), 0)
+    log.admit(make_request("other", prompt=(9,)), 0)
+    log.lose(0, now=1.0)
+
+    (error,) = log.learn(culprit.take_blamed())
+
+    assert (error.request_id, error.is_poisonous) == ("equal", True)
+    assert log.is_blamed(make_request("later"))
+    assert [request.request_id for request in log.replayable()] == ["other"]
+    assert culprit.take_blamed() == log.take_blamed() == []
+    log.check_invariants()

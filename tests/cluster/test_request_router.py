@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.errors import NoReplicaError
+from phalanx.cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
 from phalanx.cluster.request_router import RequestRouter
 from phalanx.cluster.routing import RoutingOptions, RoutingPolicy, RoutingReason
 from phalanx.engine.errors import InvalidRequestError, QueueFullError
-from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from phalanx.engine.messages import AdmittedMark, EngineCoreOutput, EngineCoreRequest, FinishReason
 from phalanx.engine.prefix_log import PrefixDelta, block_keys
+from phalanx.shm.number_table import NumberTable
 from support.cluster import make_stats
 from support.engine import make_request
 
@@ -155,3 +157,34 @@ def test_when_all_requests_are_over_no_book_holds_anything(events: list[str]) ->
     assert not router._routed
     assert not router._book._choices
     assert all(load.num_own == load.num_requests == 0 for load in router._book.loads(ready, 0.0))
+
+
+def test_the_limit_of_all_queues_counts_what_other_front_ends_have_just_sent() -> None:
+    table = NumberTable.private(2, NUM_COLUMNS)
+    routers = [
+        RequestRouter(
+            RoutingOptions(max_num_waiting=4, num_clients=2),
+            client_index=index,
+            board=FrontEndBoard(table, index),
+        )
+        for index in range(2)
+    ]
+    for router in routers:
+        router.join(0, block_size=4)
+    for number in range(4):
+        routers[number % 2].route(request(f"r{number}"), [0], 0.0)
+    for router in routers:
+        with pytest.raises(QueueFullError):
+            router.route(request("more"), [0], 0.0)
+
+    # A report that counts them is no second time, whoever reads it first.
+    marks = [AdmittedMark(client_index=index, incarnation=0, number=2) for index in range(2)]
+    stats = msgspec.structs.replace(make_stats(0, num_waiting=3, reported_at=1.0), admitted=marks)
+    for router in routers:
+        router.take_report(stats)
+        router.tell_others()
+    routers[0].route(request("fourth"), [0], 1.0)
+    with pytest.raises(QueueFullError):
+        routers[1].route(request("fifth"), [0], 1.0)
+    routers[0].drop("fourth", 2.0)
+    routers[1].route(request("fifth"), [0], 2.0)

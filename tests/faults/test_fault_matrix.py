@@ -123,16 +123,11 @@ def test_another_process_fails(
         texts = stream_all(cluster, prompts, strike, num_pieces=PIECES_BEFORE[moment])
 
     assert texts == undisturbed
-    if (role, action) == ("coordinator", "stop"):
-        # Nobody waits for it: it is not noticed, and does no harm.
-        os.kill(victim, signal.SIGCONT)
-        wait_whole(cluster)
-    else:
-        wait_whole(cluster, victim)
-        said = cluster.stderr[num_said:]
-        word = {**WORDS, "exit": "exited with status 0"}[action]
-        assert word in said, said
-        assert role in said[: said.index(word)]
+    wait_whole(cluster, victim)
+    said = cluster.stderr[num_said:]
+    word = {**WORDS, "exit": "exited with status 0"}[action]
+    assert word in said, said
+    assert role in said[: said.index(word)]
     after = counters(cluster)
     assert all(after[series] >= value for series, value in counted.items())
 
