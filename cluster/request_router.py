@@ -5,6 +5,7 @@ and sticky sessions, and counts why each replica was chosen. Admission is here a
 may, in one replica or in all, the next one is told when to come back.
 """
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ class RequestRouter:
         self._index.expect(decision.dp_rank, keys)
         self._routed[request.request_id] = _Routed(decision.dp_rank, keys)
         self._last_group = (request.group_id, decision.dp_rank)
-        if self._options.sticky_sessions and request.session_id is not None:
+        has_session = self._options.sticky_sessions and request.session_id is not None
+        if has_session and self._options.num_clients == 1:
+            assert request.session_id is not None
             self._sessions[request.session_id] = decision.dp_rank
             self._sessions.move_to_end(request.session_id)
             if len(self._sessions) > MAX_SESSIONS:
@@ -183,7 +186,7 @@ class RequestRouter:
             if request.group_id is not None and request.group_id == group_id and dp_rank in ready:
                 return fixed(dp_rank, RoutingReason.GROUP)
             if self._options.sticky_sessions and request.session_id is not None:
-                known = self._sessions.get(request.session_id)
+                known = self._home(request.session_id, ready)
                 if known in open_ranks:
                     return fixed(known, RoutingReason.SESSION)
         decision = self._balancer.choose(
@@ -193,6 +196,13 @@ class RequestRouter:
             self._book.mean_output_tokens,
         )
         return msgspec.structs.replace(decision, reason=RoutingReason.REPLAY) if is_replay else decision
+
+    def _home(self, session_id: str, ready: Sequence[int]) -> int | None:
+        """The replica of a session; None: it has none yet, and gets the one that is chosen for its first request."""
+        if self._options.num_clients == 1:
+            return self._sessions.get(session_id)
+        # Its requests come through several front ends, which must agree without asking: the highest hash wins.
+        return max(ready, key=lambda dp_rank: hashlib.sha256(f"{dp_rank} {session_id}".encode()).digest())
 
     def _cached_tokens(self, request: EngineCoreRequest, keys: Sequence[bytes]) -> Mapping[int, int]:
         # One token is always computed, or there would be nothing to sample from.

@@ -33,7 +33,7 @@ from .steady_load import SteadyLoad, longest_pause_s, make_bodies, make_client
 
 NAME = "torture"
 HELP = "kill processes of a cluster at random under live streams: requests lost, pauses, memory"
-_API_SERVER = "api0"
+_API_SERVER = "api"
 _COORDINATOR = "coordinator"
 _API_SERVER_SHARE = 0.05
 _COORDINATOR_SHARE = 0.1
@@ -165,7 +165,8 @@ def choose_victim(rng: random.Random, roles: Sequence[str], hurt: set[int], num_
     """
     luck = rng.random()
     if luck < _API_SERVER_SHARE:
-        return _API_SERVER if _API_SERVER in roles else None
+        servers = [role for role in roles if role.startswith(_API_SERVER)]
+        return rng.choice(servers) if servers else None
     if luck < _API_SERVER_SHARE + _COORDINATOR_SHARE:
         return _COORDINATOR if _COORDINATOR in roles else None
     candidates = [
@@ -325,7 +326,7 @@ class _Tormentor:
         self.kills[victim] += 1
         if victim.startswith("dp"):
             self._hurt.add(dp_rank_of(victim))
-        if victim == _API_SERVER:
+        if victim.startswith(_API_SERVER):
             self.broken_at.append(time.perf_counter())
         return victim
 

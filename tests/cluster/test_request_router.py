@@ -188,3 +188,25 @@ def test_the_limit_of_all_queues_counts_what_other_front_ends_have_just_sent() -
         routers[1].route(request("fifth"), [0], 1.0)
     routers[0].drop("fourth", 2.0)
     routers[1].route(request("fifth"), [0], 2.0)
+
+
+def test_several_front_ends_agree_on_the_replica_of_a_session() -> None:
+    options = {"sticky_sessions": True, "num_clients": 2}
+    routers = [make_router(4, **options), make_router(4, **options)]
+    homes = set()
+    for number in range(32):
+        sent = [
+            router.route(request(f"{number}-{ready[0]}", session_id=f"s{number}"), ready, 0.0)[1]
+            for ready in ([0, 1, 2, 3], [3, 1, 0, 2])
+            for router in routers
+        ]
+        assert {decision.reason for decision in sent} == {RoutingReason.SESSION}
+        (home,) = {decision.dp_rank for decision in sent}
+        homes.add(home)
+        others = [rank for rank in range(4) if rank != home]
+        moved = [
+            router.route(request(f"{number}-{index}", session_id=f"s{number}"), others, 0.0)[1].dp_rank
+            for index, router in enumerate(routers)
+        ]
+        assert moved[0] == moved[1] != home
+    assert homes == {0, 1, 2, 3}
