@@ -29,7 +29,8 @@ def make_decode_step(
 ) -> DecodeStep:
     """Put a decode step together that may be recorded."""
     # Imported here: Triton is there only where there is a GPU.
-    from .kernels.triton_draw import draw
+    from .kernels.triton_best_rank import best_rank
+    from .kernels.triton_draw import draw_part
 
     # There are no prompts.
     prompt_starts = torch.zeros(1, dtype=torch.int32, device=device)
@@ -59,7 +60,8 @@ def make_decode_step(
         device=device,
         make_context=make_context,
         prepare=prepare,
-        draw=draw,
+        draw=draw_part,
+        best_rank=best_rank,
     )
 
 

@@ -19,13 +19,16 @@ from .kernels.decode_inputs import DecodeInputs
 from .layers.attention import LayerKVCache
 from .models.causal_lm import CausalLM
 from .upload import pinned_ints
+from .vocab_columns import VocabShard
 
 Ints = npt.NDArray[np.int64]
 
 PrepareFunction = Callable[..., DecodeInputs]
 """`kernels.decode_inputs.make_decode_inputs`, or its Triton twin."""
-DrawFunction = Callable[..., torch.Tensor]
-"""`kernels.triton_draw.draw`, or what does the same."""
+DrawFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`kernels.triton_draw.draw_part`, or what does the same."""
+BestRankFunction = Callable[..., torch.Tensor]
+"""`kernels.triton_best_rank.best_rank`, or what does the same."""
 
 NUM_LISTS = 3
 
@@ -48,6 +51,7 @@ class DecodeStep:
         make_context: Callable[[DecodeInputs], ForwardContext],
         prepare: PrepareFunction,
         draw: DrawFunction,
+        best_rank: BestRankFunction,
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
@@ -57,6 +61,9 @@ class DecodeStep:
         self._make_context = make_context
         self._prepare = prepare
         self._draw = draw
+        self._best_rank = best_rank
+        head = model.head
+        self._shard = VocabShard(head.group, head.span, head.vocab_size) if head.group.size > 1 else None
         self._num_groups = rows.block_tables.shape[0]
         self._inputs = torch.zeros(
             (NUM_LISTS + self._num_groups) * max_num_seqs, dtype=torch.int64, device=device
@@ -100,8 +107,11 @@ class DecodeStep:
             block_size=self._block_size,
         )
         hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, self._make_context(inputs))
-        logits = self._model.compute_logits(hidden)
-        return self._draw(
+        logits = self._model.compute_own_logits(hidden)
+        first_id = 0
+        if self._shard is not None:
+            logits, first_id = self._shard.fill(logits), self._shard.first_id
+        scores, tokens = self._draw(
             logits,
             rows,
             sample_positions,
@@ -109,4 +119,10 @@ class DecodeStep:
             state.seeds,
             state.vocab_limits,
             state.last_tokens,
+            first_id=first_id,
         )
+        if self._shard is None:
+            return tokens
+        # Bits of both kinds of numbers: the exchange does not look into them.
+        found = self._shard.gather(torch.stack([scores.view(torch.int64), tokens], dim=-1))
+        return self._best_rank(found, rows, state.last_tokens)

@@ -31,6 +31,8 @@ from .word_tokenizer import with_word_tokenizer
 NAME = "multi-gpu"
 HELP = "several ranks and replicas: same tokens, speed by width, the cost of a sum over the ranks"
 EXACTNESS_WORKLOAD = "8x24-32:greedy"
+PARTS = ("ranks", "texts", "offline", "served", "deaths")
+"""Tokens and sums by tensor parallel width; texts by data parallel width; the workloads of either; deaths."""
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 
 
@@ -75,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="runs (3)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto: GPUs if there are any")  # fmt: skip
+    parser.add_argument("--part", action="append", choices=PARTS,
+                        help="what to measure, may be repeated (all): each part starts ranks of its own")  # fmt: skip
     group = parser.add_argument_group("load on the front end, for each replica")
     group.add_argument("--num-requests", type=positive, default=256, metavar="N", help="in each run (256)")
     group.add_argument("--concurrency", type=positive, default=256, metavar="N", help="at once (256)")
@@ -91,13 +95,15 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         folder = getattr(arguments, name)
         if folder is not None and not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"--{name.replace('_', '-')}", f"there is no config.json in {folder}")
-    total = 2 * len(arguments.tp) + 2 * len(arguments.dp) + 1
-    with Progress(NAME, total) as progress:
-        checks, sums = _check_tensor_parallel(arguments, progress)
-        checks += _check_data_parallel(arguments, progress)
-        offline = _measure_offline(arguments, progress)
-        data_parallel = _measure_data_parallel(arguments, progress)
-        deaths = _measure_deaths(arguments, progress)
+    parts = arguments.part or PARTS
+    num_tp, num_dp = len(arguments.tp), len(arguments.dp)
+    lengths = {"ranks": num_tp, "texts": num_dp, "offline": num_tp, "served": num_dp, "deaths": 1}
+    with Progress(NAME, sum(lengths[part] for part in set(parts))) as progress:
+        checks, sums = _check_tensor_parallel(arguments, progress) if "ranks" in parts else ([], [])
+        checks += _check_data_parallel(arguments, progress) if "texts" in parts else []
+        offline = _measure_offline(arguments, progress) if "offline" in parts else {}
+        data_parallel = _measure_data_parallel(arguments, progress) if "served" in parts else []
+        deaths = _measure_deaths(arguments, progress) if "deaths" in parts else None
     result = MultiGpuResult(
         checks=checks, sums=sums, offline=offline, data_parallel=data_parallel, deaths=deaths
     )
@@ -116,8 +122,8 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
 
 
 def make_tables(result: MultiGpuResult) -> list[Table]:
-    """Lay out what was measured."""
-    return [
+    """Lay out what was measured; parts that were not are left out."""
+    tables = [
         Table(
             title="Greedy outputs equal to those of the first width",
             columns=["width", "equal", "of"],
@@ -131,6 +137,7 @@ def make_tables(result: MultiGpuResult) -> list[Table]:
         _data_parallel_table(result.data_parallel),
         *([] if result.deaths is None else failover.make_tables(result.deaths)),
     ]
+    return [table for table in tables if table.rows]
 
 
 def _sum_tables(sums: Sequence[AllReduceRow]) -> list[Table]:

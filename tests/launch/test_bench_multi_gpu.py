@@ -49,7 +49,7 @@ def test_tables_say_what_is_wrong_and_what_is_missing() -> None:
         data_parallel=[served(1, 100.0), served(2, 195.0)],
     )
 
-    checks, sums, _, replicas = make_tables(result)
+    checks, sums, replicas = make_tables(result)
 
     assert checks.rows == [["tp 2", "7", "8"]]
     assert sums.rows == [["4 KiB", "12.0 (bits differ)", "-"]]

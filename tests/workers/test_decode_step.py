@@ -14,7 +14,8 @@ from phalanx.workers.device_rows import DeviceRows
 from phalanx.workers.forward_context import ForwardContext, StepRows, build_forward_context
 from phalanx.workers.kernels import triton_decode_inputs
 from phalanx.workers.kernels.decode_inputs import DecodeInputs, make_decode_inputs
-from phalanx.workers.kernels.triton_draw import draw
+from phalanx.workers.kernels.triton_best_rank import best_rank
+from phalanx.workers.kernels.triton_draw import draw, draw_part
 from phalanx.workers.noise import gumbel_rows
 from phalanx.workers.sampling_params import SamplingParams
 from support.kernel_device import DEVICE
@@ -108,6 +109,34 @@ def test_the_kernel_draws_what_the_noise_says(vocab_size: int, dtype: torch.dtyp
     assert tensors[-1].cpu()[[4, 6]].tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize("cuts", [(0, 64), (0, 1024, 3072), (0, 64, 64, 4992)])
+def test_what_ranks_draw_from_their_columns_is_what_is_drawn_from_whole_rows(cuts: tuple[int, ...]) -> None:
+    vocab_size = 5000
+    generator = torch.Generator().manual_seed(len(cuts))
+    logits = torch.randn((6, vocab_size), generator=generator)
+    logits[0, 10] = logits[0, 4999] = 9.0  # a tie across ranks
+    rows, positions = torch.tensor([0, 3, 5, 1, 2, 7]), torch.tensor([0, 5, 1, 499, 3, 2])
+    temperatures = torch.tensor([0.0, 0.6, 1.0, 2.0, 0.0, 0.3, 0.0, 0.05])
+    seeds = torch.tensor([5, 2**62 + 3, -7, 8, 9, 10, 11, 12])
+    limits = torch.full((8,), vocab_size)
+    limits[2], limits[3] = 50, 4995
+    parameters = [one.to(DEVICE) for one in (rows, positions, temperatures, seeds, limits)]
+    notes = [torch.full((8,), -1, device=DEVICE) for _ in range(2)]
+
+    whole = draw(logits.to(DEVICE), *parameters, notes[0])
+    found = []
+    for first, end in zip(cuts, (*cuts[1:], vocab_size), strict=True):
+        # A rank without columns has one that is no token.
+        part = logits[:, first:end] if end > first else torch.full((6, 1), -torch.inf)
+        first_id = first if end > first else 5056
+        scores, tokens = draw_part(part.to(DEVICE), *parameters, notes[1], first_id=first_id)
+        found += [scores.view(torch.int64), tokens]
+
+    assert torch.equal(best_rank(torch.stack(found, dim=-1), parameters[0], notes[1]), whole)
+    assert torch.equal(*notes)
+    assert whole[0] == 10
+
+
 @settings(deadline=None)
 @given(data=st.data())
 def test_blocks_reach_the_device_in_the_step_or_before_it(data: st.DataObject) -> None:
@@ -176,7 +205,8 @@ def test_decode_steps_on_the_device_choose_the_tokens_of_eager_steps(
         device=torch.device("cpu"),
         make_context=make_context,
         prepare=make_decode_inputs,
-        draw=draw if DEVICE == "cpu" else pytest.skip("Triton compiles for the card here"),
+        draw=draw_part if DEVICE == "cpu" else pytest.skip("Triton compiles for the card here"),
+        best_rank=best_rank,
     )
     # The first token of each comes from the eager steps; their KV is computed again, in other rows and blocks.
     numbers = np.array([6, 0, 3])

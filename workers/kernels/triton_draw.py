@@ -60,8 +60,26 @@ def draw(
     seeds, vocab_limits, last_tokens: [all rows] int64; the last is written; ids from the limit on are not drawn
     returns           [n] int64
     """
+    return draw_part(logits, rows, sample_positions, temperatures, seeds, vocab_limits, last_tokens)[1]
+
+
+def draw_part(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    sample_positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    vocab_limits: torch.Tensor,
+    last_tokens: torch.Tensor,
+    *,
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `draw`, from some columns of the logits: the best score of each row there, float64, and its token, int64.
+
+    logits: [n, width]; first_id: token id of the first column, a multiple of 4
+    """
     state = _RowState(rows=rows, vocab_limits=vocab_limits, last_tokens=last_tokens)
-    return _choose(logits, temperatures, seeds, sample_positions, state=state)[1]
+    return _choose(logits, temperatures, seeds, sample_positions, state=state, first_id=first_id)
 
 
 def choose_tokens(
@@ -216,7 +234,7 @@ def _estimate_kernel(
     limit = width
     if HAS_STATE:
         source = tl.load(rows_ptr + row)
-        limit = tl.minimum(tl.load(vocab_limits_ptr + source), width).to(tl.int32)
+        limit = tl.minimum(tl.load(vocab_limits_ptr + source) - first_id, width).to(tl.int32)
     temperature = 0.0
     if IS_RANDOM:
         temperature = tl.load(temperatures_ptr + source * stride_temperatures)
@@ -299,7 +317,7 @@ def _finish_kernel(
     limit = width
     if HAS_STATE:
         source = tl.load(rows_ptr + row)
-        limit = tl.minimum(tl.load(vocab_limits_ptr + source), width).to(tl.int32)
+        limit = tl.minimum(tl.load(vocab_limits_ptr + source) - first_id, width).to(tl.int32)
     temperature = 0.0
     if IS_RANDOM:
         temperature = tl.load(temperatures_ptr + source * stride_temperatures)
