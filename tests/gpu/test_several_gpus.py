@@ -19,7 +19,7 @@ from support.tiny_models import TRAINED, write_tiny_llama
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(120),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
@@ -85,6 +85,7 @@ def test_sums_have_the_bits_of_a_sum_in_the_order_of_the_ranks_also_in_graphs(tw
         assert outcome.result is not None, outcome.error
         reports.append(outcome.result)
     assert [report.faults for report in reports] == [[], []]
+    assert all(report.has_graphs for report in reports)
     assert len({report.bits for report in reports}) == 1
     num_rounds = 5 * len(DTYPES)
     assert reports[0].num_checked == num_rounds * len(NUM_ELEMENTS) + num_rounds * (len(NUM_ELEMENTS) + 1)
@@ -95,8 +96,6 @@ def test_sums_have_the_bits_of_a_sum_in_the_order_of_the_ranks_also_in_graphs(tw
 
 
 def test_two_ranks_with_graphs_choose_the_tokens_of_one(two_ranks: LLM) -> None:
-    assert "CUDA graphs" in [phase.name for phase in two_ranks.report.ranks[1].phases]
-
     made = generate(two_ranks)
 
     with open_llm(TRAINED) as alone:

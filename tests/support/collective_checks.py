@@ -25,9 +25,10 @@ class SumsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SumsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found. faults: what came out wrong; bits: digest of all results, to compare between the ranks."""
+    """What a rank found. has_graphs: its decode steps are recorded; faults: what came out wrong; bits: digest of all results, to compare between the ranks."""
 
     group: str
+    has_graphs: bool
     has_one_shot: bool
     num_checked: int
     faults: list[str]
@@ -51,6 +52,8 @@ class _Check:
     def __init__(self, worker: "Worker") -> None:
         self._group = worker.group
         self._device = worker.device
+        runner = worker._runner
+        self._has_graphs = runner is not None and runner._graphs is not None
         self._one_shot_bytes = getattr(self._group, "_one_shot_max_bytes", 0)
         self._faults: list[str] = []
         self._num_checked = 0
@@ -59,6 +62,7 @@ class _Check:
     def report(self) -> SumsReport:
         return SumsReport(
             group=self._group.name,
+            has_graphs=self._has_graphs,
             has_one_shot=self._one_shot_bytes > 0,
             num_checked=self._num_checked,
             faults=self._faults[:20],
