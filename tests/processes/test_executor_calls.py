@@ -221,7 +221,7 @@ def test_a_hook_with_the_wrong_argument_or_result_type_says_so(start_executor: S
 
 def test_an_unknown_hook_is_refused_before_anything_is_sent(start_executor: StartExecutor) -> None:
     executor = start_executor(hooks=("support.hooks:divide",))
-    with pytest.raises(ValueError, match="known are memory_report, divide"):
+    with pytest.raises(ValueError, match="known are memory_report, sleep, wake, divide"):
         executor.collective_rpc("eval")
 
     assert executor.execute_model(echo_step(1)).step == 1

@@ -25,7 +25,13 @@ class SumsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SumsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found. has_graphs: its decode steps are recorded; faults: what came out wrong; bits: digest of all results, to compare between the ranks."""
+    """What a rank found.
+
+    has_graphs:   its decode steps are recorded
+    has_one_shot: short sums go through the kernel of our own
+    faults:       what came out wrong
+    bits:         digest of all results, to compare between the ranks
+    """
 
     group: str
     has_graphs: bool
