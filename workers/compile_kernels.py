@@ -19,8 +19,12 @@ from .device_rows import DeviceRows
 from .forward_context import StepRows
 from .kernels.decode_inputs import DecodeInputs, make_decode_inputs
 from .memory import KVCacheShape, make_kv_caches
+from .messages import NewRequest
 from .models.causal_lm import CausalLM
 from .profile_run import paged_context
+from .sampler import sample
+from .sampling_params import SamplingParams
+from .sampling_rows import SamplingRows
 
 MAX_THREADS = 16
 
@@ -33,7 +37,7 @@ def compile_kernels(
     max_model_len: int,
     device: torch.device,
 ) -> None:
-    """See the module. Kernels that only some requests need, as filters, are compiled when they come."""
+    """See the module."""
     # Imported here: Triton is there only where there is a GPU.
     from .kernels import triton_decode_inputs
     from .kernels.compile_ahead import compiling_ahead
@@ -76,4 +80,25 @@ def compile_kernels(
         for size in sorted({min(size, max_num_seqs) for size in (*SMALL_SIZES, max_num_seqs)}):
             decode.load_padding(size)
             decode.compute(size)
+        _sample(model, device)
     torch.cuda.synchronize(device)
+
+
+def _sample(model: CausalLM, device: torch.device) -> None:
+    """Sample one row with every filter on. Nothing is looked up by the token, which is not one."""
+    vocab_size, weight = model.config.vocab_size, next(model.parameters())
+    rows = SamplingRows(max_num_seqs=1, vocab_size=vocab_size, device=device)
+    rows.add(
+        0,
+        NewRequest(
+            request_id="0",
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            block_ids=[],
+            sampling_params=SamplingParams(top_p=0.9, min_p=0.01),
+            seed=0,
+        ),
+    )
+    none = np.zeros(1, dtype=np.int64)
+    sample(torch.zeros((1, vocab_size), dtype=weight.dtype, device=device), rows.batch(none, none))

@@ -40,6 +40,8 @@ class DeviceRows:
         self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.vocab_limits = torch.zeros(rows, dtype=torch.int64, device=device)
+        # A row of padding that may draw nothing would be looked through to its end for what it may draw.
+        self.vocab_limits[self.padding_row] = 1
         # Blocks that the host knows of and the device does not: flat places in block_tables, and ids.
         self._places: list[Ints] = []
         self._block_ids: list[Ints] = []

@@ -92,6 +92,7 @@ def test_a_graph_replays_the_choice_for_other_logits_and_positions(filters: dict
         assert torch.equal(chosen, sample(logits, batch).token_ids)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     logits = make_logits("peaked", torch.bfloat16)
     batches = [make_batch(), make_batch(top_k=50, top_p=0.9), make_batch(top_p=0.9, min_p=0.1)]
