@@ -85,20 +85,29 @@ def compile_kernels(
 
 
 def _sample(model: CausalLM, device: torch.device) -> None:
-    """Sample one row with every filter on. Nothing is looked up by the token, which is not one."""
-    vocab_size, weight = model.config.vocab_size, next(model.parameters())
-    rows = SamplingRows(max_num_seqs=1, vocab_size=vocab_size, device=device)
-    rows.add(
-        0,
-        NewRequest(
-            request_id="0",
-            token_ids=[0],
-            num_prompt_tokens=1,
-            num_computed_tokens=0,
-            block_ids=[],
-            sampling_params=SamplingParams(top_p=0.9, min_p=0.01),
-            seed=0,
-        ),
-    )
-    none = np.zeros(1, dtype=np.int64)
-    sample(torch.zeros((1, vocab_size), dtype=weight.dtype, device=device), rows.batch(none, none))
+    """Sample as steps do that hold prompts. Nothing is looked up by the tokens, which are none."""
+    vocab_size, dtype = model.config.vocab_size, next(model.parameters()).dtype
+    filtered = SamplingParams(top_p=0.9, min_p=0.01)
+    # Logits that something was added to are float32.
+    cases = [
+        (SamplingParams(temperature=0.0), dtype),
+        (SamplingParams(), dtype),
+        (filtered, dtype),
+        (filtered, torch.float32),
+    ]
+    rows = SamplingRows(max_num_seqs=len(cases), vocab_size=vocab_size, device=device)
+    for row, (params, logits_dtype) in enumerate(cases):
+        rows.add(
+            row,
+            NewRequest(
+                request_id=str(row),
+                token_ids=[0],
+                num_prompt_tokens=1,
+                num_computed_tokens=0,
+                block_ids=[],
+                sampling_params=params,
+                seed=row,
+            ),
+        )
+        batch = rows.batch(np.full(1, row, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        sample(torch.zeros((1, vocab_size), dtype=logits_dtype, device=device), batch)

@@ -21,8 +21,6 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
-MANY = 4
-"""By how much the grid grows where every program of it still has a unit or more."""
 FEW_ROWS = 16
 """Batches up to this have a kernel of their own, which looks at fewer lengths before it begins."""
 COMBINED_ELEMENTS = 16384
@@ -35,8 +33,7 @@ class DecodeTuning:
 
     tile:         tokens of one step of a program
     num_stages:   of the loads, block numbers first: 5 keep two tiles of keys and values under way
-    num_programs: of the grid, two for each multiprocessor of the card; half of them where units are few, and four times
-                  as many where there are many
+    num_programs: of the grid, two for each multiprocessor of the card; half of them where units are few
     """
 
     tile: int = 64
@@ -55,15 +52,7 @@ class DecodeTuning:
         """Return the size of the grid for so many pairs of row and KV head."""
         # Twice the programs cut few units into twice the parts, whose sum takes longer than the reading.
         half = max(1, self.num_programs // 2)
-        if num_units < half:
-            return half
-        # Short runs even out what rows of different lengths take, once each still holds whole units.
-        return self.max_programs if num_units >= self.max_programs else self.num_programs
-
-    @property
-    def max_programs(self) -> int:
-        """The largest grid."""
-        return MANY * self.num_programs
+        return half if num_units < half else self.num_programs
 
 
 class DecodeScratch:
@@ -83,7 +72,7 @@ class DecodeScratch:
         device: torch.device,
     ) -> None:
         # The first and the last unit of each program may be a part only.
-        slots = (2 * tuning.max_programs, num_heads // num_kv_heads)
+        slots = (2 * tuning.num_programs, num_heads // num_kv_heads)
         self.tuning = tuning
         self.max_rows = max_rows
         self.accumulated = torch.empty((*slots, head_size), dtype=torch.float32, device=device)
