@@ -84,3 +84,9 @@ class DecodeGraphs:
         recorded = self._graphs[size]
         recorded.graph.replay()
         return recorded.output
+
+    def close(self) -> None:
+        """Give the recordings up. A process group of NCCL does not end while one holds its exchanges. Idempotent."""
+        for recorded in self._graphs.values():
+            recorded.graph.reset()
+        self._graphs.clear()

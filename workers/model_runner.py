@@ -76,6 +76,11 @@ class ModelRunner:
         """Compute decode steps by `graphs`, which are recorded, of `decode`."""
         self._decode, self._graphs = decode, graphs
 
+    def close(self) -> None:
+        """Give the recorded steps up, also while some are under way. Idempotent."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def execute_model(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
     ) -> ModelRunnerOutput:

@@ -338,6 +338,8 @@ class Worker:
     def close(self) -> None:
         """Leave the group and free model and cache. Idempotent; waits for no peer."""
         group, self._group = self._group, None
+        if self._runner is not None:
+            self._runner.close()
         self._model = None
         self._runner = None
         if group is not None:
