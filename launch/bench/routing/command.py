@@ -29,7 +29,7 @@ NAME = "routing"
 HELP = "routing policies, ours and peers', in simulated time"
 VARIED_LOADS = ("multi-turn", "shared-prefix", "no-reuse")
 VARIED_POLICIES = ("prefix_aware", "kv_aware", "round_robin", "sglang-cache", "dynamo", "llm-d")
-"""Where one thing changes."""
+"""Where one thing changes, and where throughput is searched."""
 SLO_LOADS = ("multi-turn", "shared-prefix")
 """Where throughput is searched: those with reuse."""
 MIN_REQUESTS_PER_REPLICA = 20
@@ -106,10 +106,10 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         for name in slo_loads:
             progress.say(f"{name}, throughput")
             rate = RATES[name] * base.data_parallel_size * rate_factor
-            load = make_load(name, arguments.requests, rate, arguments.seeds[0], None)
-            assert load is not None
-            for policy in policies:
-                throughputs[name, policy] = throughput_at(load, policy, base, arguments.ttft_slo_s, rate)
+            for policy in few_policies:
+                throughputs[name, policy] = throughput_at(
+                    name, arguments.requests, arguments.seeds[0], policy, base, arguments.ttft_slo_s, rate
+                )
             progress.advance()
     if not runs:
         raise BenchError("none of these loads can be made: --traces is missing, or has none of the files")

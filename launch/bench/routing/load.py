@@ -41,10 +41,6 @@ class Load:
     block_tokens: int
     arrivals: tuple[tuple[float, SimRequest], ...]
 
-    def faster(self, factor: float) -> "Load":
-        """The same requests, in a `factor`th of the time. Think times stay: they are people's."""
-        return replace(self, arrivals=tuple((at / factor, request) for at, request in self.arrivals))
-
     @property
     def num_requests(self) -> int:
         """Requests in all, the later turns of sessions included."""

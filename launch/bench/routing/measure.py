@@ -114,17 +114,24 @@ def measure(load: Load, policy: str, cluster: Cluster, *, seed: int = 0) -> Rout
     )
 
 
-def throughput_at(load: Load, policy: str, cluster: Cluster, slo_s: float, rate: float) -> float:
+def throughput_at(
+    name: str, num_requests: int, seed: int, policy: str, cluster: Cluster, slo_s: float, rate: float
+) -> float:
     """Search the highest rate, in requests a second, at which the p99 of TTFT stays within `slo_s`; to 5 %.
 
-    rate: at which the load comes as it is
+    num_requests, rate: of the first try; more requests come as fast as they do, for as long
     """
+
+    def is_within(factor: float) -> bool:
+        load = MADE_UP[name](max(200, round(num_requests * factor)), rate * factor, seed)
+        return measure(load, policy, cluster, seed=seed).ttft_p99_s <= slo_s
+
     low, high = 0.0, 1.0
-    while high < 64 and measure(load.faster(high), policy, cluster).ttft_p99_s <= slo_s:
+    while high < 64 and is_within(high):
         low, high = high, 2 * high
     while high - low > 0.05 * high and high > 0.01:
         middle = (low + high) / 2
-        if measure(load.faster(middle), policy, cluster).ttft_p99_s <= slo_s:
+        if is_within(middle):
             low = middle
         else:
             high = middle
