@@ -5,6 +5,7 @@ replica go through the same calls in the same order; where they meet (process gr
 that does not come leaves the others waiting, and the executor ends them.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -338,12 +339,16 @@ class Worker:
     def close(self) -> None:
         """Leave the group and free model and cache. Idempotent; waits for no peer."""
         group, self._group = self._group, None
+        had_model, self._model = self._model is not None, None
         if self._runner is not None:
             self._runner.close()
-        self._model = None
         self._runner = None
         if group is not None:
             group.close()
+        if had_model and self._device.type == "cuda":
+            # A rank in its user's own process leaves its memory to whoever comes next, in another process too.
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _count_kv_blocks(self) -> int:
         assert self._model is not None
