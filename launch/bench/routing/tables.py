@@ -104,13 +104,14 @@ def draw(runs: Sequence[RoutingRun], cluster: Cluster, path: Path) -> None:
     """Draw the p99 of TTFT in one cell, a group of bars for each load. Raises BenchError without matplotlib."""
     try:
         # Imported here: it is an extra, and only this needs it.
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise BenchError("--plot needs matplotlib: pip install 'phalanx[plot]'") from None
     first = runs_of(runs, cluster)
     loads = list(dict.fromkeys(run.load for run in first))
     policies = list(dict.fromkeys(run.policy for run in first))
-    figure = Figure(figsize=(2 + 1.6 * len(loads), 5), layout="constrained")
+    figure = Figure(figsize=(4 + 1.3 * len(loads), 5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(policies)
     for index, policy in enumerate(policies):
@@ -120,11 +121,12 @@ def draw(runs: Sequence[RoutingRun], cluster: Cluster, path: Path) -> None:
             if found:
                 places.append(number + index * width)
                 values.append(statistics.median(found))
-        axes.bar(places, values, width, label=policy)
+        axes.bar(places, values, width, label=policy, color=colormaps["tab20"](index))
     axes.set_yscale("log")
     axes.set_ylabel("p99 of the time to the first token, s")
     axes.set_xticks([number + 0.4 for number in range(len(loads))], loads, rotation=20)
-    axes.legend(fontsize="small", ncols=2)
+    axes.set_ylim(bottom=min(run.ttft_p99_s for run in first) / 2)
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=100)
 
 
