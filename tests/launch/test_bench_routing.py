@@ -111,7 +111,14 @@ def test_chats_are_answered_sooner_than_by_any_other_policy() -> None:
 
 
 def test_one_command_writes_all_tables(tmp_path: Path) -> None:
-    words = ["--requests", "40", "--loads", "multi-turn,azure-code", "--policies", "prefix_aware,round_robin"]
+    words = [
+        "--requests",
+        "40",
+        "--loads",
+        "shared-prefix,azure-code",
+        "--policies",
+        "prefix_aware,round_robin",
+    ]
     words += ["--dp", "2,3", "--delays-ms", "0,100", "--seeds", "1,2", "--ttft-slo-s", "1"]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -123,9 +130,9 @@ def test_one_command_writes_all_tables(tmp_path: Path) -> None:
     assert titles[0] == "dp 2, front ends: 1, snapshots 0 ms on their way"
     assert titles[1].startswith("Requests a second at a p99 of TTFT of 1.0 s")
     assert [row[0] for row in report["tables"][2]["rows"]] == [
-        "multi-turn, dp 2, front ends: 1, snapshots 0 ms on their way",
-        "multi-turn, dp 3, front ends: 1, snapshots 0 ms on their way",
-        "multi-turn, dp 2, front ends: 1, snapshots 100 ms on their way",
+        "shared-prefix, dp 2, front ends: 1, snapshots 0 ms on their way",
+        "shared-prefix, dp 3, front ends: 1, snapshots 0 ms on their way",
+        "shared-prefix, dp 2, front ends: 1, snapshots 100 ms on their way",
     ]
     # Two policies: two seeds of the first cell, one of the others; the trace is not there.
     assert len(report["runs"]) == 2 * (2 + 1 + 1)

@@ -30,8 +30,9 @@ HELP = "routing policies, ours and peers', in simulated time"
 VARIED_LOADS = ("multi-turn", "shared-prefix", "no-reuse")
 VARIED_POLICIES = ("prefix_aware", "kv_aware", "round_robin", "sglang-cache", "dynamo", "llm-d")
 """Where one thing changes, and where throughput is searched."""
-SLO_LOADS = ("multi-turn", "shared-prefix")
-"""Where throughput is searched: those with reuse."""
+SLO_LOADS = ("shared-prefix",)
+"""Where throughput is searched. Chats are closed loops: until the first ones are over, minutes later, their rate says
+little of how much there is to do."""
 MIN_REQUESTS_PER_REPLICA = 20
 """A large cluster gets more requests than --requests says."""
 
