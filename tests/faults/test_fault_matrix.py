@@ -53,7 +53,7 @@ PROCESS_CELLS = [
     for moment in ("idle", "prefill", "decode")
     for action in SIGNALS
 ]
-PROCESS_SAMPLE = {("dp0", "decode", "stop")}
+PROCESS_SAMPLE = {("dp0", "decode", "kill")}
 
 pytestmark = pytest.mark.timeout(300)
 

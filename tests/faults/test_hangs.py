@@ -45,7 +45,7 @@ def is_whole(cluster: Cluster) -> bool:
     return ready.status_code == 200 and ready.json()["replicas_ready"] == 2
 
 
-@pytest.mark.parametrize("victim", ["dp0", "dp1 tp0"])
+@pytest.mark.parametrize("victim", ["dp0", pytest.param("dp1 tp0", marks=pytest.mark.full)])
 def test_streams_go_on_when_a_process_is_stopped(cluster: Cluster, victim: str) -> None:
     undisturbed = ask(cluster, PROMPTS, max_tokens=MAX_TOKENS, stream=True)
     role, pid = victim.partition(" ")[0], cluster.pids()[f"phalanx {victim}"]

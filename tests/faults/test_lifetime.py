@@ -75,7 +75,10 @@ def test_an_interrupt_while_loading_leaves_nothing(cluster: Cluster) -> None:
     cluster.assert_nothing_left(pids)
 
 
-@pytest.mark.parametrize("moment", ["dp1: import", "tp1 import", "tp1 weights", "ready after"])
+@pytest.mark.parametrize(
+    "moment",
+    ["dp1: import", "tp1 import", pytest.param("tp1 weights", marks=pytest.mark.full), "ready after"],
+)
 def test_nothing_survives_the_supervisor(cluster: Cluster, moment: str) -> None:
     wait_until(lambda: moment in cluster.stderr + cluster.stdout, timeout_s=90, what=moment)
     pids = cluster.tree()
@@ -87,7 +90,7 @@ def test_nothing_survives_the_supervisor(cluster: Cluster, moment: str) -> None:
     cluster.assert_nothing_left(pids)
 
 
-@pytest.mark.parametrize("victim", ["dp0", "api0"])
+@pytest.mark.parametrize("victim", [pytest.param("dp0", marks=pytest.mark.full), "api0"])
 def test_without_restarts_the_last_of_a_kind_ends_the_cluster(tmp_path: Path, victim: str) -> None:
     arguments = [str(TINY_MODEL), "--device", "cpu", "--set", "cluster.max_restarts=0"]
     cluster = Cluster(tmp_path, *arguments).wait_ready()

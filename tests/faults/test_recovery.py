@@ -43,8 +43,8 @@ def kill(cluster: Cluster, *titles: str) -> None:
     [
         pytest.param(["dp0 tp1"], marks=pytest.mark.full),
         pytest.param(["dp1 tp0"], marks=pytest.mark.full),
-        ["dp0"],
-        ["coordinator"],
+        pytest.param(["dp0"], marks=pytest.mark.full),
+        pytest.param(["coordinator"], marks=pytest.mark.full),
         ["dp0 tp0", "dp1 tp1"],
     ],
     ids=lambda victims: "+".join(victims),
