@@ -2,7 +2,7 @@
 #
 #   make demo       install, start tp 2 × dp 2 on the embedded model, ask two questions, stop
 #   make test       the CPU suite, samples of the matrices (under 15 minutes on two cores)
-#   make test-full  everything (under 75 minutes on two cores)
+#   make test-full  everything, the whole matrices of deaths too (hours on two cores)
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
