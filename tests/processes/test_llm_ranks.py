@@ -46,7 +46,7 @@ def test_a_hook_in_this_process_that_fails_ends_its_call_only() -> None:
     ) as llm:
         (failed,) = llm.collective_rpc("fail_on", 0)
         (passed,) = llm.collective_rpc("fail_on", 1, result_type=int)
-        with pytest.raises(ValueError, match="known are memory_report, fail_on"):
+        with pytest.raises(ValueError, match="known are memory_report, sleep, wake, fail_on"):
             llm.collective_rpc("eval")
 
     assert failed.error == "ValueError: rank 0 was asked to fail"

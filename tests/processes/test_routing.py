@@ -170,4 +170,7 @@ def test_short_requests_are_neither_lost_nor_doubled_nor_mixed_while_the_coordin
     assert grown("phalanx_routing_decisions_total") == num_all
     assert grown("phalanx_requests_total", 'route="/v1/completions",status="200"') == num_all
     assert grown("phalanx_generation_tokens_total") == num_tokens
-    assert set(cluster.used_blocks().values()) == {0.0}
+    # The engines tell of themselves when something changes, and now and then at rest.
+    wait_until(
+        lambda: set(cluster.used_blocks().values()) == {0.0}, timeout_s=15, what="all blocks to be free again"
+    )
