@@ -1,6 +1,6 @@
 """Greedy output in fp32 equals `transformers`', whatever the width, the number of replicas and the batch.
 
-Each cluster of the matrix answers all prompts alone and at once, streamed and not. `make test` runs a pairwise
+Each cluster of the matrix answers all prompts alone and at once, streamed and not. `make test` runs a
 sample of the matrix and fewer prompts alone; `make test-full` runs it whole.
 """
 
@@ -17,7 +17,7 @@ from support.reference import greedy_texts
 
 MAX_TOKENS = 16
 MATRIX = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
-SAMPLE = {(1, 1, True), (2, 1, False), (3, 1, True), (1, 2, False), (2, 2, True)}
+SAMPLE = {(3, 1, True), (1, 2, False), (2, 2, True)}
 SAMPLED_ALONE = 5
 """Prompts that are also asked alone in `make test`: alone, a step costs the same as for all."""
 
