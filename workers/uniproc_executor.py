@@ -86,14 +86,14 @@ class UniprocExecutor:
     def start(self) -> ExecutorReport:
         """Load the model and make the KV cache. Raises ConfigError, WorkerError; nothing is left then."""
         self._hooks = HookRegistry(self._hook_names)
-        try:
-            with CaptureBar() as bar:
-                worker = Worker(self._config, self._enter, bar.advance)
+        with CaptureBar() as bar:
+            worker = Worker(self._config, self._enter, bar.advance)
+            try:
                 report = worker.start()
                 worker.initialize_kv_cache(report.num_kv_blocks)
-        except BaseException:
-            worker.close()
-            raise
+            except BaseException:
+                worker.close()
+                raise
         self._worker = worker
         self._on_start_phase = None
         self._enter(Phase.IDLE)
