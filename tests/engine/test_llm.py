@@ -1,11 +1,11 @@
 """LLM and AsyncLLM on a real, tiny model: the tokens are those of transformers, whatever the scheduler does."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -154,19 +154,21 @@ def test_a_wrong_prompt_among_many_computes_nothing(llm):
     assert llm.generate([1, 2], GREEDY)[0].finished
 
 
-def test_an_interrupt_ends_the_call_and_the_next_one_goes_on(llm, expected):
-    def interrupt():
-        # A length can be looked at from another thread; the statistics are the owner's alone.
-        while len(llm._client._core._scheduler._book.running) == 0:
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
+def test_an_interrupt_ends_the_call_and_the_next_one_goes_on(llm, expected, monkeypatch):
+    get_outputs = llm._client.get_outputs
+    calls = itertools.count(1)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    def interrupted_get_outputs():
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return get_outputs()
+
+    monkeypatch.setattr(llm._client, "get_outputs", interrupted_get_outputs)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=400, ignore_eos=True))
-    thread.join()
+    monkeypatch.undo()
 
+    assert next(calls) == 4
     assert llm._client._core.num_unfinished_requests == 0
     assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
 
