@@ -227,6 +227,7 @@ def test_what_one_server_has_found_to_be_poison_all_refuse(cluster: Cluster) -> 
     assert cluster.pids() == pids, "an equal one was tried"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["api0", pytest.param("coordinator", marks=pytest.mark.full)])
 def test_one_that_hangs_is_replaced(
     cluster: Cluster, num_servers: int, undisturbed: list[str | None], victim: str
