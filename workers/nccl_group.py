@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 ONE_SHOT_MAX_BYTES = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
 """By number of ranks, how long a sum may be that each rank makes for itself. It reads size × bytes, NCCL's ring
-2 × bytes. Between 2 and 8 GPUs of an NVLink switch; other sizes: NCCL."""
+2 × bytes. Measured for 2 (launch/bench/results/2x-h200-multi-gpu-2026-11.md); for 4 and 8 reckoned from those bytes,
+never measured. Other sizes: NCCL."""
 
 
 class OneShot:

@@ -51,6 +51,27 @@ def make_worker(
     return Worker(config, on_phase)
 
 
+def prompt_step(step: int, request_id: str, removed: list[str]) -> SchedulerOutput:
+    """A step with one new request of a few fixed tokens in block 1, seeded; `removed`: requests that end before."""
+    token_ids = [7, 30, 211, 4, 99]
+    request = NewRequest(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=[1],
+        sampling_params=SamplingParams(temperature=0.8),
+        seed=11,
+    )
+    return SchedulerOutput(
+        step=step,
+        new_requests=[request],
+        num_scheduled_tokens={request_id: len(token_ids)},
+        num_computed_tokens=[0],
+        removed_request_ids=removed,
+    )
+
+
 class RankThreads:
     """The ranks of one replica as threads of this process; looks like a single worker, and compares their answers."""
 

@@ -4,31 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.workers.messages import NewRequest, SchedulerOutput
-from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.sleep import SleepLevel
-from support.model_steps import make_worker
+from support.model_steps import make_worker, prompt_step
 from support.tiny_models import write_tiny_llama
-
-
-def prompt_step(step: int, request_id: str, removed: list[str]) -> SchedulerOutput:
-    token_ids = [7, 30, 211, 4, 99]
-    request = NewRequest(
-        request_id=request_id,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        num_computed_tokens=0,
-        block_ids=[1],
-        sampling_params=SamplingParams(temperature=0.8),
-        seed=11,
-    )
-    return SchedulerOutput(
-        step=step,
-        new_requests=[request],
-        num_scheduled_tokens={request_id: len(token_ids)},
-        num_computed_tokens=[0],
-        removed_request_ids=removed,
-    )
 
 
 @pytest.mark.parametrize("level", SleepLevel)

@@ -6,6 +6,7 @@ approximates them by what it routed itself, all of that. Scores are as published
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +17,7 @@ from .replica import Job
 from .simulation import Cluster
 
 
-class PeerRouter:
+class PeerRouter(ABC):
     """What all of them keep: the last snapshot, and their own unfinished requests. Subclasses are the formulas."""
 
     def __init__(self, cluster: Cluster, client_index: int, block_tokens: int) -> None:
@@ -39,15 +40,17 @@ class PeerRouter:
         self.chosen(job, dp_rank)
         return dp_rank
 
+    @abstractmethod
     def pick(self, job: Job, keys: Sequence[bytes]) -> int:
         """Apply the formula."""
-        raise NotImplementedError
 
     def chosen(self, job: Job, dp_rank: int) -> None:
-        """Bookkeeping after a choice."""
+        """Bookkeeping after a choice; most have none."""
+        return
 
     def first_token(self, job: Job, now: float) -> None:
-        """See Router."""
+        """See Router; most do not care."""
+        return
 
     def finish(self, job: Job, now: float) -> None:
         """See Router."""
