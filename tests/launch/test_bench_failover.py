@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +14,6 @@ from support.launch import TINY_MODEL
 
 ROLES = ["api0", "coordinator", "dp0", "dp0 tp0", "dp1", "dp1 tp0", "supervisor"]
 LAUNCH = ["--", str(TINY_MODEL), "--dp", "2", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libuv() -> None:
-    """libuv keeps a pipe from its first loop on; nobody has left it behind."""
-    uvloop.new_event_loop().close()
 
 
 def record(*token_at: float, index: int = 0, sent_at: float = 0.0, **fields: object) -> RequestRecord:

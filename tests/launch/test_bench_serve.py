@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +16,6 @@ from phalanx.launch.bench.serve_metrics import Objectives, make_tables, max_in_f
 from phalanx.launch.bench.sse_decoder import SseDecoder
 from support.fake_openai import MODEL, FakeOpenAI, fake_openai
 from support.tokenizers import build_byte_level
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libuv_has_its_pipe() -> None:
-    """From its first loop on, libuv keeps one pipe for signals in each process: no leak of a test's."""
-    uvloop.new_event_loop().close()
 
 
 def measure(server: FakeOpenAI, stem: Path, *arguments: str) -> dict[str, Any]:
