@@ -11,6 +11,7 @@ import torch
 
 from ..shm.errors import ConfigError
 from .config import DeviceType, DType, ModelConfig, ParallelConfig
+from .host_allocator import keep_large_buffers
 from .transformer_config import TransformerConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,6 +38,7 @@ def open_device(parallel: ParallelConfig, device_index: int) -> DeviceInfo:
         cores = len(os.sched_getaffinity(0))
         num_threads = parallel.num_threads or max(1, cores // parallel.tensor_parallel_size)
         torch.set_num_threads(num_threads)
+        keep_large_buffers()
         return DeviceInfo(
             device=torch.device("cpu"), name=torch.backends.cpu.get_cpu_capability(), num_threads=num_threads
         )

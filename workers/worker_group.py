@@ -189,7 +189,7 @@ def start_workers(
             resources.callback(arena.close)
             arena_fd = arena.fd
         parallel = worker_configs[0].parallel
-        num_threads = _num_threads(parallel)
+        num_threads = _num_threads(worker_configs[0])
         bindings = _bind_ranks(worker_configs, config)
         with _rendezvous(num_ranks) as rendezvous_fd:
             for rank, worker_config in enumerate(worker_configs):
@@ -292,12 +292,13 @@ def _end_all(children: Sequence[ChildProcess]) -> None:
         log.error("%s", problem)
 
 
-def _num_threads(parallel: ParallelConfig) -> int:
+def _num_threads(config: WorkerConfig) -> int:
     """Return the compute threads of each rank; one would else take all cores of the host."""
+    parallel = config.parallel
     if parallel.num_threads is not None:
         return parallel.num_threads
     cores = len(os.sched_getaffinity(0))
-    return 1 if parallel.device is DeviceType.CUDA else max(1, cores // parallel.tensor_parallel_size)
+    return 1 if parallel.device is DeviceType.CUDA else max(1, cores // config.num_host_ranks)
 
 
 def _environment(num_threads: int) -> dict[str, str]:

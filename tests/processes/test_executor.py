@@ -121,6 +121,19 @@ def test_the_number_of_blocks_can_be_set(tmp_path: Path) -> None:
     executor.close(reason="test")
 
 
+@pytest.mark.parametrize("num_host_ranks", [1, 2, 1000])
+def test_the_ranks_of_all_replicas_share_the_cores(tmp_path: Path, num_host_ranks: int) -> None:
+    configs = [
+        msgspec.structs.replace(config, num_host_ranks=num_host_ranks) for config in echo_configs(tmp_path, 1)
+    ]
+    executor = MultiprocExecutor(configs, config=SMALL, worker_class=ECHO_WORKER)
+
+    threads = executor.start().ranks[0].num_threads
+    executor.close(reason="test")
+
+    assert threads == max(1, len(os.sched_getaffinity(0)) // num_host_ranks)
+
+
 def test_phases_of_the_start_are_told_and_the_board_says_what_ranks_do(tmp_path: Path) -> None:
     told: list[tuple[int, str]] = []
     board = StatusBoard.create(5)

@@ -4,6 +4,7 @@ Called by: layers/norm.py.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -11,13 +12,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
     x: [..., size]; weight: [size], same dtype. The scaling is done in that dtype, as the checkpoints were trained.
     """
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    if x.dtype == torch.float32:
+        # The same, in one pass.
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    wide = F.rms_norm(x.float(), weight.shape, eps=epsilon)
     return weight * wide.to(x.dtype)
 
 
 def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """As `rms_norm`, but scale by 1 + weight, and in float32: what Gemma was trained with."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return (wide * (1.0 + weight.float())).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), epsilon).to(x.dtype)

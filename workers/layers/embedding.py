@@ -11,6 +11,7 @@ from torch import nn
 
 from ..kernels.linear import linear, pack_weight
 from ..kernels.ops import embed_own_rows
+from ..kernels.packed_weight import PackedWeight
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
 from .shard import TensorShard, split_tensor
@@ -66,7 +67,7 @@ class ParallelHead(nn.Module):
         # Past nn.Module, which would count the embedding as a part of the head. Its parameter is looked up in each
         # call, because giving memory to a module replaces its parameters.
         object.__setattr__(self, "_tied_to", tied_to)
-        self._packed_copy: torch.Tensor | None = None
+        self._packed: PackedWeight | None = None
         self.own_weight: nn.Parameter | None = None
         if tied_to is None:
             weight = torch.empty(self.span.size, hidden_size, dtype=dtype)
@@ -90,19 +91,19 @@ class ParallelHead(nn.Module):
 
     def own_columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> this rank's logits [rows, span.size], perhaps none."""
-        return linear(hidden, self.weight if self._packed_copy is None else self._packed_copy)
+        return linear(hidden, self.weight if self._packed is None else self._packed)
 
     def pack(self) -> int:
         """Store the loaded weight as the device likes it; return the bytes that this takes in addition.
 
         The embedding reads single rows, so a parameter that it shares with the head stays, beside a copy.
         """
-        packed = pack_weight(self.weight)
-        if self.own_weight is not None:
-            self.own_weight = nn.Parameter(packed, requires_grad=False)
-        elif packed is not self.weight:
-            self._packed_copy = packed
-            return packed.nbytes
+        self._packed = pack_weight(self.weight)
+        if self._packed is None:
+            return 0
+        if self.own_weight is None:
+            return self._packed.nbytes
+        self.own_weight = nn.Parameter(self.own_weight.new_empty(0), requires_grad=False)
         return 0
 
     def shards(self, name: str) -> Iterator[TensorShard]:

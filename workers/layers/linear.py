@@ -14,6 +14,7 @@ from torch import nn
 
 from ..kernels.linear import linear, pack_weight
 from ..kernels.ops import gated_silu, is_small_product_of_silu, small_product_of_silu
+from ..kernels.packed_weight import PackedWeight
 from ..partition import RankShare
 from ..span import Span
 from ..tp_group import TensorParallelGroup
@@ -29,25 +30,39 @@ class Column:
     span: Span
 
 
-class ColumnParallelLinear(nn.Module):
+class StoredWeight(nn.Module):
+    """A weight [outputs, inputs]: as loaded at first, later perhaps packed, and then the parameter is empty."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
+        self.packed: PackedWeight | None = None
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [num_tokens, inputs], bias [outputs] -> [num_tokens, outputs]."""
+        return linear(x, self.weight if self.packed is None else self.packed, bias)
+
+    def pack(self) -> None:
+        """Store the loaded weight as the device likes it; `shards` is of no use afterwards."""
+        self.packed = pack_weight(self.weight)
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+
+class ColumnParallelLinear(StoredWeight):
     """One or more projections of the same input; this rank computes its part of each.
 
     [num_tokens, input_size] -> [num_tokens, sum of the columns' sizes], columns in the order given
     """
 
     def __init__(self, input_size: int, columns: Sequence[Column], *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.columns = tuple(columns)
         size = sum(column.span.size for column in columns)
-        self.weight = nn.Parameter(torch.empty(size, input_size, dtype=dtype), requires_grad=False)
+        super().__init__(size, input_size, dtype)
+        self.columns = tuple(columns)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def pack(self) -> None:
-        """Store the loaded weight as the device likes it; `shards` is of no use afterwards."""
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+        return self.product(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[TensorShard]:
         """prefix: of the checkpoint's names, to which each column adds its own."""
@@ -105,7 +120,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, columns, bias=bias, dtype=dtype)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(StoredWeight):
     """A projection whose inputs are spread over the ranks; every rank gets the whole output.
 
     [num_tokens, span.size] -> [num_tokens, output_size]. A rank with an empty span adds zeros, and takes part.
@@ -121,15 +136,14 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
+        super().__init__(output_size, span.size, dtype)
         self.input_size = input_size
         self.span = span
         self.group = group
-        self.weight = nn.Parameter(torch.empty(output_size, span.size, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(linear(x, self.weight, self.own_bias))
+        return self.group.all_reduce(self.product(x, self.own_bias))
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -142,10 +156,6 @@ class RowParallelLinear(nn.Module):
             return self.group.all_reduce(small_product_of_silu(gate_up, self.weight, self.own_bias))
         result: torch.Tensor = self(gated_silu(gate_up))
         return result
-
-    def pack(self) -> None:
-        """As ColumnParallelLinear."""
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
     def shards(self, name: str) -> Iterator[TensorShard]:
         yield split_tensor(f"{name}.weight", self.weight, dim=1, span=self.span, full_size=self.input_size)

@@ -17,7 +17,7 @@ from ..forward_context import ForwardContext
 from ..layers.attention import LayerKVCache, PagedAttention
 from ..layers.decoder_layer import DecoderLayer
 from ..layers.embedding import ParallelHead, VocabParallelEmbedding
-from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.linear import StoredWeight
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..layers.shard import TensorShard
@@ -131,7 +131,7 @@ class CausalLM(nn.Module, ABC):
     def pack_weights(self) -> int:
         """Store the loaded weights as the device likes them; return the bytes that this takes in addition."""
         for module in self.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(module, StoredWeight):
                 module.pack()
         return self.head.pack()
 
