@@ -337,7 +337,6 @@ class DpClient:
             # A replica that was lost may still be in the snapshot.
             if replica is not None and replica.epoch == stats.epoch:
                 self._router.take_report(stats)
-        self._router.tell_others()
 
     async def _follow_snapshots(self) -> None:
         assert self._context is not None

@@ -3,20 +3,39 @@
 Called by: each front end, in its event loop, writes its own row and reads the others'; the supervisor makes the table,
 and clears the row of a front end that has ended. Rows are numbers in shared memory (shm/number_table.py).
 
-What it is for: connections are accepted where there are fewest (launch/server/acceptor.py); requests that no report
-counts yet count for the limit of all queues (request_router.py); nobody is blamed for the loss of a replica to which
+What it is for: connections are accepted where there are fewest (launch/server/acceptor.py); what others have sent and
+no report counts yet is part of a replica's load (load_book.py); nobody is blamed for the loss of a replica to which
 others had just sent something too, and suspects of several front ends are tried one at a time (replay.py).
 """
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..shm.number_table import NumberTable
 from .admin import MAX_REPLICAS
 
-_CONNECTIONS, _ACCEPTS, _WAITING, _TRIAL, _FIRST_UNCLEAR = range(5)
+_CONNECTIONS, _ACCEPTS, _TRIAL, _FIRST_UNCLEAR = range(4)
 _EPOCH, _COUNT, _EPOCH_BEFORE, _COUNT_BEFORE = range(4)
 _WORDS_PER_REPLICA = 4
-NUM_COLUMNS = _FIRST_UNCLEAR + MAX_REPLICAS * _WORDS_PER_REPLICA
+_FIRST_UNREPORTED = _FIRST_UNCLEAR + MAX_REPLICAS * _WORDS_PER_REPLICA
 _NOWHERE_YET = 1
 """A trial is about to begin. A larger number: two more than the dp_rank where it is held."""
+
+
+class Unreported(NamedTuple):
+    """What must be added to a replica's last report for the requests of a front end; negative: it has ended since.
+
+    prefill_tokens: still to be prefilled; num_requests: waiting and running; num_tokens: in the KV cache or about to be
+    """
+
+    prefill_tokens: float = 0.0
+    num_requests: float = 0.0
+    num_tokens: float = 0.0
+
+
+_NUM_UNREPORTED = len(Unreported._fields)
+NUM_COLUMNS = _FIRST_UNREPORTED + MAX_REPLICAS * _NUM_UNREPORTED
 
 
 class FrontEndBoard:
@@ -44,13 +63,26 @@ class FrontEndBoard:
             get(row, _ACCEPTS) > 0 and get(row, _CONNECTIONS) < num_connections for row in self._others
         )
 
-    def set_num_unreported(self, num_requests: int) -> None:
-        """Say how many waiting requests the replicas' reports do not count yet; negative: they count too many."""
-        self._table.set(self._row, _WAITING, num_requests)
+    @property
+    def is_alone(self) -> bool:
+        """True when there are no others."""
+        return not self._others
 
-    def num_unreported_elsewhere(self) -> float:
-        """The same of all others together."""
-        return sum(self._table.get(row, _WAITING) for row in self._others)
+    def set_unreported(self, dp_rank: int, unreported: Unreported) -> None:
+        """Say what must be added to that replica's report for our requests."""
+        first = _FIRST_UNREPORTED + dp_rank * _NUM_UNREPORTED
+        for place, value in enumerate(unreported):
+            self._table.set(self._row, first + place, value)
+
+    def unreported_elsewhere(self, num_replicas: int) -> Sequence[Unreported]:
+        """The same of all others together, for each of the first replicas; empty when there are no others."""
+        if not self._others:
+            return ()
+        count = num_replicas * _NUM_UNREPORTED
+        sums, *more = (self._table.part(row, _FIRST_UNREPORTED, count) for row in self._others)
+        for numbers in more:
+            sums = list(map(operator.add, sums, numbers))
+        return list(map(Unreported, sums[0::3], sums[1::3], sums[2::3]))
 
     def set_trial(self, dp_rank: int | None) -> None:
         """Say on which replica a suspect of ours is tried; -1: on one that is yet to be chosen. None: on none."""

@@ -7,8 +7,12 @@ But each report says which of our requests it counts (`AdmittedMark`), so our ow
         + unacknowledged                ours with a number beyond the mark: sent, and not counted yet
         - settled                       ours that were counted, and whose first token or end came after `reported_at`
 
-Nothing is guessed about other front ends. With one front end the result is exact but for the progress of a prompt
-that is computed in chunks. A replica of which no fresh report is known counts as busy as the mean of the others, or
+        + unreported elsewhere          the same of the other front ends, as they say on the board (front_end_board.py)
+
+Nothing is guessed. The result is exact but for the progress of a prompt that is computed in chunks, and for the moment
+in which front ends take a snapshot one after the other.
+
+A replica of which no fresh report is known counts as busy as the mean of the others, or
 as busy as our own requests make it if that is more: unknown is not idle.
 """
 
@@ -17,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.messages import EngineStats
+from .front_end_board import Unreported
 from .load_table import FORGET_AFTER_S
 from .step_cost import StepCostFit
 
@@ -107,11 +112,16 @@ class LoadBook:
         """Tokens that a request makes, as a fading mean over those that ended."""
         return self._output_tokens
 
-    @property
-    def num_unreported(self) -> int:
-        """Requests of ours by which the reported queues are too short; negative: too long."""
-        replicas = self._replicas.values()
-        return sum(len(replica.unacknowledged) - replica.settled_requests for replica in replicas)
+    def unreported(self, dp_rank: int) -> Unreported:
+        """What must be added to a replica's report for our requests. Nothing for one that is gone."""
+        replica = self._replicas.get(dp_rank)
+        if replica is None:
+            return Unreported()
+        return Unreported(
+            prefill_tokens=replica.unacked_prefill - replica.settled_prefill,
+            num_requests=len(replica.unacknowledged) - replica.settled_requests,
+            num_tokens=replica.unacked_tokens - replica.settled_tokens,
+        )
 
     def join(self, dp_rank: int) -> None:
         """A replica serves from now on; what was known of an earlier life is forgotten."""
@@ -201,8 +211,19 @@ class LoadBook:
             replica.settled_tokens -= tokens
         self._refresh(replica)
 
-    def loads(self, ready: Sequence[int], now: float) -> Sequence[ReplicaLoad]:
-        """Return the load of each replica of `ready`, in this order. Valid until the next call of any method."""
+    def loads(
+        self, ready: Sequence[int], now: float, elsewhere: Sequence[Unreported] = ()
+    ) -> Sequence[ReplicaLoad]:
+        """Return the load of each replica of `ready`, in this order. Valid until the next call of any method.
+
+        elsewhere: by dp_rank, what must be added for the requests of other front ends
+        """
+        loads = self._own_view(ready, now)
+        if elsewhere:
+            return [_with_others(load, elsewhere[load.dp_rank]) for load in loads]
+        return loads
+
+    def _own_view(self, ready: Sequence[int], now: float) -> Sequence[ReplicaLoad]:
         listed_ready, listed, holds_until = self._listed
         if now <= holds_until and ready == listed_ready:
             return listed
@@ -255,6 +276,23 @@ class LoadBook:
         load.reported_requests = stats.num_waiting + stats.num_running
         load.reported_waiting = stats.num_waiting
         load.headroom_tokens = stats.num_free_tokens + replica.settled_tokens - load.prefill_tokens
+
+
+def _with_others(load: ReplicaLoad, others: Unreported) -> ReplicaLoad:
+    """A replica's load with the requests of other front ends."""
+    return ReplicaLoad(
+        load.dp_rank,
+        num_own=load.num_own,
+        num_requests=max(load.num_own, load.num_requests + others.num_requests),
+        num_waiting=max(0.0, load.num_waiting + others.num_requests),
+        prefill_tokens=max(0.0, load.prefill_tokens + others.prefill_tokens),
+        running_tokens=max(0.0, load.running_tokens + others.num_tokens),
+        kv_usage=load.kv_usage,
+        headroom_tokens=load.headroom_tokens - others.prefill_tokens,
+        reported_requests=load.reported_requests,
+        reported_waiting=load.reported_waiting,
+        is_known=load.is_known,
+    )
 
 
 def _fill_in(loads: list[ReplicaLoad]) -> list[ReplicaLoad]:

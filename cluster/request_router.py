@@ -78,6 +78,7 @@ class RequestRouter:
         self._block_sizes[dp_rank] = block_size
         self._book.join(dp_rank)
         self._index.forget(dp_rank)
+        self._tell_others(dp_rank)
 
     def leave(self, dp_rank: int) -> None:
         """A replica is gone; its requests come again, through `route`."""
@@ -86,7 +87,7 @@ class RequestRouter:
         self._index.forget(dp_rank)
         for request_id in [name for name, routed in self._routed.items() if routed.dp_rank == dp_rank]:
             del self._routed[request_id]
-        self.tell_others()
+        self._tell_others(dp_rank)
 
     def route(
         self, request: EngineCoreRequest, ready: Sequence[int], now: float, *, is_replay: bool = False
@@ -116,7 +117,7 @@ class RequestRouter:
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         self.num_by_reason[decision.reason] += 1
-        self.tell_others()
+        self._tell_others(decision.dp_rank)
         sent = msgspec.structs.replace(
             request, number=number, num_expected_cached_tokens=decision.num_cached_tokens
         )
@@ -132,6 +133,7 @@ class RequestRouter:
                 if routed.num_output_tokens == 0:
                     self._book.first_token(output.request_id, now)
                     self._settle(routed)
+                    self._tell_others(routed.dp_rank)
                 routed.num_output_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self._end(output.request_id, now, routed.num_output_tokens)
@@ -142,13 +144,13 @@ class RequestRouter:
             self._end(request_id, now, None)
 
     def take_report(self, stats: EngineStats) -> None:
-        """Take a replica's report out of a snapshot. `tell_others` when all are taken."""
+        """Take a replica's report out of a snapshot."""
         self._book.report(stats)
+        self._tell_others(stats.dp_rank)
 
-    def tell_others(self) -> None:
-        """Say on the board what the other front ends must add to the reports."""
-        if self._options.max_num_waiting is not None:
-            self._board.set_num_unreported(self._book.num_unreported)
+    def loads(self, ready: Sequence[int], now: float) -> Sequence[ReplicaLoad]:
+        """Return how busy these replicas are, of which there is one at least, as far as is known here."""
+        return self._book.loads(ready, now, self._board.unreported_elsewhere(max(ready) + 1))
 
     def take_delta(self, dp_rank: int, delta: PrefixDelta) -> bool:
         """Take what has changed in a replica's prefix cache. False: it must be asked to tell everything again."""
@@ -172,7 +174,7 @@ class RequestRouter:
                 dp_rank=dp_rank, reason=reason, scores={}, num_cached_tokens=cached.get(dp_rank, 0)
             )
 
-        loads = self._book.loads(ready, now)
+        loads = self.loads(ready, now)
         if not is_replay:
             loads = self._admit(loads)
             open_ranks = {load.dp_rank for load in loads}
@@ -217,8 +219,7 @@ class RequestRouter:
         """Return the replicas whose queue is not full. Raises QueueFullError when none is, or all together are."""
         limit = self._options.max_num_waiting
         if limit is not None:
-            num_waiting = sum(load.num_waiting for load in loads) + self._board.num_unreported_elsewhere()
-            if num_waiting >= limit:
+            if sum(load.num_waiting for load in loads) >= limit:
                 raise self._full(loads)
         room = [load for load in loads if load.num_waiting < self._options.max_num_waiting_per_replica]
         if not room:
@@ -230,11 +231,17 @@ class RequestRouter:
         least = min(load.prefill_tokens for load in loads)
         return QueueFullError(min(MAX_RETRY_S, max(1.0, least * self._book.step_cost.cost.prefill_token_s)))
 
+    def _tell_others(self, dp_rank: int) -> None:
+        """Say on the board what the other front ends must add to the reports of a replica."""
+        if not self._board.is_alone:
+            self._board.set_unreported(dp_rank, self._book.unreported(dp_rank))
+
     def _settle(self, routed: _Routed) -> None:
         self._index.settle(routed.dp_rank, routed.keys)
         routed.keys = []
 
     def _end(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
-        self._settle(self._routed.pop(request_id))
+        routed = self._routed.pop(request_id)
+        self._settle(routed)
         self._book.finish(request_id, now, num_output_tokens=num_output_tokens)
-        self.tell_others()
+        self._tell_others(routed.dp_rank)

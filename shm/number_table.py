@@ -11,6 +11,7 @@ promised of the order in which several of them are seen. Counts are exact up to 
 When the peer dies: its row keeps what it wrote last.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 from .segment import SharedSegment
@@ -67,6 +68,13 @@ class NumberTable:
     def add(self, row: int, column: int, amount: float) -> None:
         """Add to one number of our own row; one thread."""
         self._numbers[self._index(row, column)] += amount
+
+    def part(self, row: int, first_column: int, num_columns: int) -> Sequence[float]:
+        """Return some numbers of one row that stand side by side."""
+        if num_columns == 0:
+            return []
+        first, last = self._index(row, first_column), self._index(row, first_column + num_columns - 1)
+        return self._numbers[first : last + 1].tolist()
 
     def column(self, column: int) -> list[float]:
         """Return what every row has there."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
+from phalanx.cluster.front_end_board import NUM_COLUMNS, FrontEndBoard, Unreported
 from phalanx.shm.number_table import NumberTable
 
 
@@ -26,11 +26,15 @@ def test_only_servers_that_accept_are_left_connections(boards: list[FrontEndBoar
     assert boards[0].num_with_fewer(3) == 0
 
 
-def test_unreported_requests_of_all_others_are_summed(boards: list[FrontEndBoard]) -> None:
+def test_what_no_report_counts_is_summed_over_all_others(boards: list[FrontEndBoard]) -> None:
     for board, count in zip(boards, (5, 2, -1), strict=True):
-        board.set_num_unreported(count)
+        board.set_unreported(1, Unreported(prefill_tokens=100 * count, num_requests=count, num_tokens=7))
 
-    assert [board.num_unreported_elsewhere() for board in boards] == [1, 4, 7]
+    found = [board.unreported_elsewhere(3) for board in boards]
+    assert [len(each) for each in found] == [3, 3, 3]
+    assert [each[1] for each in found] == [(100, 1, 14), (400, 4, 14), (700, 7, 14)]
+    assert all(each[rank] == Unreported() for each in found for rank in (0, 2))
+    assert FrontEndBoard.alone().unreported_elsewhere(3) == ()
 
 
 def test_of_two_trials_that_begin_at_once_the_later_front_end_gives_way(boards: list[FrontEndBoard]) -> None:
@@ -68,13 +72,13 @@ def test_a_front_end_that_has_ended_stands_in_nobodys_way(
     table: NumberTable, boards: list[FrontEndBoard]
 ) -> None:
     boards[1].set_trial(3)
-    boards[1].set_num_unreported(7)
+    boards[1].set_unreported(3, Unreported(num_requests=7))
     boards[1].set_unclear(3, epoch=0, num_requests=1)
     boards[1].set_connections(0, accepts=True)
 
     table.clear(1)
 
     assert not boards[0].is_trial_elsewhere()
-    assert boards[0].num_unreported_elsewhere() == 0
+    assert set(boards[0].unreported_elsewhere(4)) == {Unreported()}
     assert not boards[0].is_unclear_elsewhere(3, epoch=0)
     assert boards[0].num_with_fewer(9) == 0

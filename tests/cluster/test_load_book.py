@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cluster.front_end_board import Unreported
 from phalanx.cluster.load_book import LoadBook, ReplicaLoad
 from phalanx.cluster.load_table import FORGET_AFTER_S
 from phalanx.engine.messages import AdmittedMark
@@ -139,6 +140,65 @@ def test_with_one_front_end_the_numbers_are_exact_at_every_moment(events: list[s
         load = load_of(book, now=0.0)
         assert load.num_own == load.num_requests == len(truth.waiting) + len(truth.running)
         assert load.prefill_tokens == sum(truth.waiting.values())
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["send", "token", "end", "report"]), st.integers(0, 1), st.integers(1, 90)),
+        max_size=60,
+    )
+)
+def test_what_two_front_ends_tell_each_other_makes_the_load_exact(events: list[tuple[str, int, int]]) -> None:
+    """The replica takes what is sent at once; a report counts all that was sent before it."""
+    books = [LoadBook(client_index=index) for index in range(2)]
+    waiting: dict[str, tuple[int, int]] = {}
+    running: dict[str, int] = {}
+    last_number = [0, 0]
+    for book in books:
+        book.join(0)
+        book.report(make_stats(0, sequence=0, reported_at=-1.0))
+    for now, (kind, index, size) in enumerate(events, start=1):
+        book = books[index]
+        ours = [name for name, owner in running.items() if owner == index]
+        queued = [name for name, (owner, _) in waiting.items() if owner == index]
+        if kind == "send":
+            last_number[index] = book.add(f"r{now}", 0, num_prompt_tokens=size, num_prefill_tokens=size)
+            waiting[f"r{now}"] = (index, size)
+        elif kind == "token" and queued:
+            book.first_token(queued[0], float(now))
+            running[queued[0]] = waiting.pop(queued[0])[0]
+        elif kind == "end" and ours:
+            book.finish(ours[0], float(now), num_output_tokens=1)
+            del running[ours[0]]
+        elif kind == "report":
+            stats = make_stats(
+                0,
+                sequence=now,
+                reported_at=float(now),
+                num_waiting=len(waiting),
+                num_running=len(running),
+                num_prefill_tokens=sum(tokens for _, tokens in waiting.values()),
+                admitted=[
+                    AdmittedMark(client_index=which, incarnation=0, number=last_number[which])
+                    for which in range(2)
+                ],
+            )
+            for each in books:
+                each.report(stats)
+
+        for which in range(2):
+            (load,) = books[which].loads([0], 0.0, [books[1 - which].unreported(0)])
+            assert load.num_requests == len(waiting) + len(running)
+            assert load.prefill_tokens == sum(tokens for _, tokens in waiting.values())
+
+
+def test_without_other_front_ends_nothing_is_added() -> None:
+    book = make_book()
+    book.add("a", 0, num_prompt_tokens=10, num_prefill_tokens=10)
+
+    assert book.unreported(0) == (10, 1, 10)
+    assert book.unreported(7) == Unreported()
+    assert book.loads([0], 0.0, ()) == book.loads([0], 0.0, [Unreported()])
 
 
 def test_the_mean_output_follows_what_ends() -> None:

@@ -182,12 +182,36 @@ def test_the_limit_of_all_queues_counts_what_other_front_ends_have_just_sent() -
     stats = msgspec.structs.replace(make_stats(0, num_waiting=3, reported_at=1.0), admitted=marks)
     for router in routers:
         router.take_report(stats)
-        router.tell_others()
     routers[0].route(request("fourth"), [0], 1.0)
     with pytest.raises(QueueFullError):
         routers[1].route(request("fifth"), [0], 1.0)
     routers[0].drop("fourth", 2.0)
     routers[1].route(request("fifth"), [0], 2.0)
+
+
+def test_front_ends_see_each_others_choices_at_once_and_no_more_when_they_have_come_to_nothing() -> None:
+    table = NumberTable.private(2, NUM_COLUMNS)
+    routers = []
+    for index in range(2):
+        options = RoutingOptions(policy=RoutingPolicy.LEAST_LOADED, num_clients=2)
+        router = RequestRouter(options, client_index=index, board=FrontEndBoard(table, index))
+        for rank in (0, 1):
+            router.join(rank, block_size=4)
+            router.take_report(make_stats(rank))
+        routers.append(router)
+    ready = [0, 1]
+
+    # Each begins its turns elsewhere: only the board tells the second one that the first has chosen.
+    chosen = [routers[number % 2].route(request(f"r{number}"), ready, 0.0)[1].dp_rank for number in range(10)]
+    assert sorted(chosen[:2]) == [0, 1]
+    assert chosen.count(0) == 5
+    assert [load.num_requests for load in routers[0].loads(ready, 0.0)] == [5, 5]
+
+    for number in range(0, 10, 2):
+        routers[0].drop(f"r{number}", 1.0)
+    routers[1].leave(chosen[1])
+    left = [chosen[number] for number in range(1, 10, 2) if chosen[number] != chosen[1]]
+    assert sum(load.num_requests for load in routers[0].loads(ready, 1.0)) == len(left)
 
 
 def test_several_front_ends_agree_on_the_replica_of_a_session() -> None:

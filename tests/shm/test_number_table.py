@@ -18,6 +18,11 @@ def test_every_writer_has_its_row_and_everyone_reads_all() -> None:
 
     assert table.column(1) == other.column(1) == [0.5, 4.0]
     assert [table.column(0), table.column(2)] == [[0.0, 0.0], [0.0, 0.0]]
+    assert other.part(1, 0, 3) == [0.0, 4.0, 0.0]
+    assert other.part(0, 1, 1) == [0.5]
+    assert other.part(0, 1, 0) == []
+    with pytest.raises(IndexError):
+        other.part(0, 2, 2)
     table.clear(1)
     assert other.column(1) == [0.5, 0.0]
     other.close()

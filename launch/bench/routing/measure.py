@@ -3,18 +3,21 @@
 Called by: the benchmark's command and its tests.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from ....cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
 from ....cluster.routing import RoutingPolicy
+from ....shm.number_table import NumberTable
 from ..errors import BenchError
 from ..stats import summarize
 from ..traces import parse_trace
 from .load import MADE_UP, Load, from_trace, turns
 from .ours import OurRouter
 from .peers import PEERS
-from .simulation import Cluster, MakeRouter, Outcome, simulate
+from .simulation import Cluster, MakeRouter, simulate
 
 POLICIES = (*(policy.value for policy in RoutingPolicy), *PEERS)
 TRACES = {
@@ -26,6 +29,7 @@ TRACES = {
 """Traces by name, and the files that they are read from in --traces."""
 RATES = {
     "multi-turn": 40.0,
+    "tenant-chats": 30.0,
     "shared-prefix": 8.0,
     "heavy-tail": 8.0,
     "burst": 8.0,
@@ -108,43 +112,22 @@ def measure(load: Load, policy: str, cluster: Cluster, *, seed: int = 0) -> Rout
         e2e_p50_s=round(e2e.p50, 4),
         e2e_p99_s=round(e2e.p99, 4),
         hit_rate=round(outcome.hit_tokens / max(1, outcome.queried_tokens), 4),
-        spread=round(_spread(outcome), 3),
+        spread=round(spread_of(outcome.replica_tokens), 3),
         num_preemptions=outcome.num_preemptions,
         choose_p50_us=round(summarize(outcome.choose_s).p50 * 1e6, 1),
     )
-
-
-def throughput_at(
-    name: str, num_requests: int, seed: int, policy: str, cluster: Cluster, slo_s: float, rate: float
-) -> float:
-    """Search the highest rate, in requests a second, at which the p99 of TTFT stays within `slo_s`; to 5 %.
-
-    num_requests, rate: of the first try; more requests come as fast as they do, for as long
-    """
-
-    def is_within(factor: float) -> bool:
-        load = MADE_UP[name](max(200, round(num_requests * factor)), rate * factor, seed)
-        return measure(load, policy, cluster, seed=seed).ttft_p99_s <= slo_s
-
-    low, high = 0.0, 1.0
-    while high < 64 and is_within(high):
-        low, high = high, 2 * high
-    while high - low > 0.05 * high and high > 0.01:
-        middle = (low + high) / 2
-        if is_within(middle):
-            low = middle
-        else:
-            high = middle
-    return low * rate
 
 
 def router_maker(policy: str, cluster: Cluster, block_tokens: int) -> MakeRouter:
     """Give the maker of one policy's routers."""
     if policy in PEERS:
         return lambda client_index: PEERS[policy](cluster, client_index, block_tokens)
-    return lambda client_index: OurRouter(RoutingPolicy(policy), cluster, client_index, block_tokens)
+    table = NumberTable.private(cluster.num_front_ends, NUM_COLUMNS)
+    return lambda client_index: OurRouter(
+        RoutingPolicy(policy), cluster, client_index, block_tokens, FrontEndBoard(table, client_index)
+    )
 
 
-def _spread(outcome: Outcome) -> float:
-    mean = sum(outcome.replica_tokens) / len(outcome.replica_tokens)
-    return max(outcome.replica_tokens) / mean
+def spread_of(replica_tokens: Sequence[int]) -> float:
+    """How much more than the mean the busiest replica has done; 1: all did as much."""
+    return max(replica_tokens) * len(replica_tokens) / max(1, sum(replica_tokens))

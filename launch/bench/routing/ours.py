@@ -5,6 +5,7 @@ Called by: simulation.py. What DpClient does around them, without sockets.
 
 from collections.abc import Sequence
 
+from ....cluster.front_end_board import FrontEndBoard
 from ....cluster.load_balancer import Balancer
 from ....cluster.load_book import LoadBook
 from ....cluster.prefix_index import PrefixIndex
@@ -16,9 +17,17 @@ from .simulation import Cluster
 
 
 class OurRouter:
-    """One front end of ours. block_tokens: what one key stands for."""
+    """One front end of ours. block_tokens: what one key stands for; board: of all front ends."""
 
-    def __init__(self, policy: RoutingPolicy, cluster: Cluster, client_index: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        cluster: Cluster,
+        client_index: int,
+        block_tokens: int,
+        board: FrontEndBoard,
+    ) -> None:
+        self._board = board
         self._block_tokens = block_tokens
         self._ready = list(range(cluster.data_parallel_size))
         self.book = LoadBook(client_index=client_index)
@@ -47,7 +56,7 @@ class OurRouter:
             }
         decision = self.balancer.choose(
             RoutingRequest(num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=cached),
-            self.book.loads(self._ready, now),
+            self.book.loads(self._ready, now, self._board.unreported_elsewhere(len(self._ready))),
             self.book.step_cost.cost,
             self.book.mean_output_tokens,
         )
@@ -61,6 +70,7 @@ class OurRouter:
         if self._uses_prefixes:
             self.index.expect(decision.dp_rank, keys)
             self._expected[request.request_id] = keys
+        self._tell_others(decision.dp_rank)
         return decision.dp_rank
 
     def first_token(self, job: Job, now: float) -> None:
@@ -69,17 +79,24 @@ class OurRouter:
         keys = self._expected.pop(job.request.request_id, None)
         if keys is not None:
             self.index.settle(job.dp_rank, keys)
+        self._tell_others(job.dp_rank)
 
     def finish(self, job: Job, now: float) -> None:
         """See Router."""
         self.book.finish(job.request.request_id, now, num_output_tokens=job.request.num_output_tokens)
+        self._tell_others(job.dp_rank)
 
     def take_snapshot(self, stats: Sequence[EngineStats], now: float) -> None:
         """See Router."""
         for one in stats:
             self.book.report(one)
+            self._tell_others(one.dp_rank)
 
     def take_delta(self, dp_rank: int, delta: PrefixDelta) -> None:
         """See Router."""
         if self._uses_prefixes:
             self.index.apply(dp_rank, delta)
+
+    def _tell_others(self, dp_rank: int) -> None:
+        if not self._board.is_alone:
+            self._board.set_unreported(dp_rank, self.book.unreported(dp_rank))
