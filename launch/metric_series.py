@@ -140,6 +140,14 @@ COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], int]]] = {
     ),
     "phalanx_num_preemptions": ("Requests whose blocks were taken.", lambda stats: stats.num_preemptions),
     "phalanx_engine_steps": ("Steps of the engine core.", lambda stats: stats.num_steps),
+    "phalanx_engine_prefill_tokens": (
+        "Prompt tokens that were computed, prefix hits left out.",
+        lambda stats: stats.num_prefill_tokens_total,
+    ),
+    "phalanx_engine_output_tokens": (
+        "Output tokens that were computed.",
+        lambda stats: stats.num_output_tokens_total,
+    ),
 }
 PROCESS_COUNTERS: Mapping[str, tuple[str, Callable[[ProcessInfo], int]]] = {
     "phalanx_process_restarts": (

@@ -29,6 +29,7 @@ from . import (
 )
 from .report import PROGRAM, ReportWriter
 from .routing import command as routing
+from .routing import real as routing_real
 
 BENCHMARKS: tuple[ModuleType, ...] = (
     serve,
@@ -45,6 +46,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     steps,
     multi_gpu,
     routing,
+    routing_real,
 )
 
 

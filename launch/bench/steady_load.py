@@ -14,7 +14,7 @@ from .http_client import HttpClient
 from .openai_client import Endpoint, OpenAIClient, RequestRecord, find_model
 
 _PAUSE_AFTER_ERROR_S = 0.1
-_LOWEST_TOKEN_ID = 3
+LOWEST_TOKEN_ID = 3
 VOCAB_SIZE = 256
 """Of the token ids in prompts: every model has as many."""
 
@@ -81,7 +81,7 @@ def make_bodies(model: str, num_bodies: int, *, input_len: int, output_len: int,
     for number in range(num_bodies):
         fields = {
             "model": model,
-            "prompt": [rng.randrange(_LOWEST_TOKEN_ID, VOCAB_SIZE) for _ in range(input_len)],
+            "prompt": [rng.randrange(LOWEST_TOKEN_ID, VOCAB_SIZE) for _ in range(input_len)],
             "max_tokens": output_len,
             "temperature": 0.8 if number % 2 else 0.0,
             "seed": number,

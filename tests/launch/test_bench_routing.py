@@ -15,6 +15,7 @@ from phalanx.launch.bench.routing import command, measure
 from phalanx.launch.bench.routing.load import MADE_UP, Load, from_trace, turns
 from phalanx.launch.bench.routing.service import ASSUMED, read_service, speed
 from phalanx.launch.bench.routing.simulation import Cluster, simulate
+from phalanx.launch.bench.routing.throughput import BOUND, Window, throughput_at, widen
 from phalanx.launch.bench.traces import SHAPES, synthesize_trace
 from support.launch import TINY_MODEL
 
@@ -110,6 +111,32 @@ def test_chats_are_answered_sooner_than_by_any_other_policy() -> None:
     assert min(found, key=found.__getitem__) == "prefix_aware"
 
 
+@pytest.mark.parametrize("name", ["shared-prefix", "tenant-chats"])
+def test_no_policy_does_better_than_one_replica_as_wide_as_all_of_them(name: str) -> None:
+    window = Window(slo_s=1.0, warmup_s=2.0, window_s=3.0)
+    found = {
+        policy: throughput_at(name, 1, policy, make_cluster(2), window, 2 * measure.RATES[name])
+        for policy in ("prefix_aware", "round_robin", BOUND)
+    }
+
+    assert all(one.ttft_p99_s <= 1.0 for one in found.values())
+    assert found["prefix_aware"].requests_per_s <= 1.05 * found[BOUND].requests_per_s
+    assert found["round_robin"].requests_per_s <= 1.05 * found[BOUND].requests_per_s
+
+
+def test_one_wide_replica_has_the_means_of_all() -> None:
+    cluster = make_cluster(4, front_ends=2, delay_s=0.1)
+    wide = widen(cluster)
+
+    assert (wide.data_parallel_size, wide.num_front_ends, wide.snapshot_delay_s) == (1, 1, 0.0)
+    assert wide.service.capacity_tokens == 4 * cluster.service.capacity_tokens
+    # As many tokens a second, in steps as long.
+    before, after = cluster.service, wide.service
+    assert after.max_num_batched_tokens == 4 * before.max_num_batched_tokens
+    assert after.cost.base_s == before.cost.base_s
+    assert after.cost.prefill_token_s == pytest.approx(before.cost.prefill_token_s / 4)
+
+
 def test_one_command_writes_all_tables(tmp_path: Path) -> None:
     words = [
         "--requests",
@@ -119,7 +146,8 @@ def test_one_command_writes_all_tables(tmp_path: Path) -> None:
         "--policies",
         "prefix_aware,round_robin",
     ]
-    words += ["--dp", "2,3", "--delays-ms", "0,100", "--seeds", "1,2", "--ttft-slo-s", "1"]
+    words += ["--dp", "2,3", "--delays-ms", "0,100", "--seeds", "1,2"]
+    words += ["--ttft-slo-s", "1", "--warmup-s", "1", "--window-s", "2"]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
 
@@ -128,14 +156,16 @@ def test_one_command_writes_all_tables(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     titles = [table["title"] for table in report["tables"]]
     assert titles[0] == "dp 2, front ends: 1, snapshots 0 ms on their way"
-    assert titles[1].startswith("Requests a second at a p99 of TTFT of 1.0 s")
+    assert titles[1].startswith("Requests a second at a p99 of TTFT of 1 s")
+    assert [row[0] for row in report["tables"][1]["rows"]] == ["prefix_aware", "round_robin", "bound"]
     assert [row[0] for row in report["tables"][2]["rows"]] == [
         "shared-prefix, dp 2, front ends: 1, snapshots 0 ms on their way",
         "shared-prefix, dp 3, front ends: 1, snapshots 0 ms on their way",
         "shared-prefix, dp 2, front ends: 1, snapshots 100 ms on their way",
     ]
-    # Two policies: two seeds of the first cell, one of the others; the trace is not there.
-    assert len(report["runs"]) == 2 * (2 + 1 + 1)
+    # Two policies: two seeds of the first cell, one of the others; the trace is not there. Throughput: two seeds, and
+    # the bound as well.
+    assert len(report["runs"]) == 2 * (2 + 1 + 1) + 3 * 2
 
 
 def test_replicas_are_like_the_engine_that_was_measured(tmp_path: Path) -> None:

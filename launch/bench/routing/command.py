@@ -20,19 +20,19 @@ from ..progress import Progress
 from ..report import ReportWriter
 from .decision import decision_table
 from .load import MADE_UP
-from .measure import POLICIES, RATES, RoutingRun, make_load, measure, throughput_at
+from .measure import POLICIES, RATES, RoutingRun, make_load, measure
 from .service import ASSUMED, describe, read_service, speed
 from .simulation import Cluster
 from .tables import draw, full_table, throughput_table, varied_table
+from .throughput import BOUND, Throughput, Window, throughput_at
 
 NAME = "routing"
 HELP = "routing policies, ours and peers', in simulated time"
 VARIED_LOADS = ("multi-turn", "shared-prefix", "no-reuse")
 VARIED_POLICIES = ("prefix_aware", "kv_aware", "round_robin", "sglang-cache", "dynamo", "llm-d")
 """Where one thing changes, and where throughput is searched."""
-SLO_LOADS = ("shared-prefix",)
-"""Where throughput is searched. Chats are closed loops: until the first ones are over, minutes later, their rate says
-little of how much there is to do."""
+SLO_LOADS = ("multi-turn", "tenant-chats", "shared-prefix")
+"""Where throughput is searched."""
 MIN_REQUESTS_PER_REPLICA = 20
 """A large cluster gets more requests than --requests says."""
 
@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ttft-slo-s", type=float, metavar="S",
                         help="also search the throughput at which the p99 of TTFT is S seconds")  # fmt: skip
+    parser.add_argument("--warmup-s", type=float, default=120.0, metavar="S",
+                        help="of that search: simulated time before requests count (120)")  # fmt: skip
+    parser.add_argument("--window-s", type=float, default=60.0, metavar="S",
+                        help="of that search: for how long requests count (60)")  # fmt: skip
     parser.add_argument("--seeds", type=positive_list, default=(11,), metavar="N,...",
                         help="of the loads that are made up (11; the policy was tuned on 1 to 4)")  # fmt: skip
     parser.add_argument("--service", type=Path, metavar="FILE",
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     few_policies = [name for name in VARIED_POLICIES if name in policies]
     slo_loads = [name for name in SLO_LOADS if name in loads] if arguments.ttft_slo_s is not None else []
     runs: list[RoutingRun] = []
-    throughputs: dict[tuple[str, str], float] = {}
+    throughputs: list[Throughput] = []
     total = len(loads) + len(varied) * len(few_loads) + len(slo_loads)
     with Progress(NAME, total) as progress:
 
@@ -107,10 +111,12 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         for name in slo_loads:
             progress.say(f"{name}, throughput")
             rate = RATES[name] * base.data_parallel_size * rate_factor
-            for policy in few_policies:
-                throughputs[name, policy] = throughput_at(
-                    name, arguments.requests, arguments.seeds[0], policy, base, arguments.ttft_slo_s, rate
-                )
+            window = Window(
+                slo_s=arguments.ttft_slo_s, warmup_s=arguments.warmup_s, window_s=arguments.window_s
+            )
+            for policy in (*few_policies, BOUND):
+                for seed in arguments.seeds:
+                    throughputs.append(throughput_at(name, seed, policy, base, window, rate))
             progress.advance()
     if not runs:
         raise BenchError("none of these loads can be made: --traces is missing, or has none of the files")
@@ -124,7 +130,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         benchmark="routing: policies in simulated time",
         num_runs=len(arguments.seeds),
         tables=tables,
-        runs=runs,
+        runs=[*runs, *throughputs],
         out=sys.stdout,
         notes=[
             f"the service ({source}): {describe(service)}",

@@ -34,6 +34,24 @@ class SimRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatShape:
+    """What chats are like. Lengths in blocks: from the first to below the second, each as likely.
+
+    skew:         the system prompt of rank k is asked for in proportion to k ** -skew; 0: all as often
+    output:       draws how many tokens an answer has
+    mean_think_s: from an answer to the next turn
+    """
+
+    block_tokens: int
+    num_systems: int
+    system_blocks: tuple[int, int]
+    user_blocks: tuple[int, int]
+    output: Callable[[random.Random], int]
+    mean_think_s: float
+    skew: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What arrives. arrivals: (seconds, request), in order of time; block_tokens: what one key stands for."""
 
@@ -83,18 +101,30 @@ def number_key(number: int) -> bytes:
 
 def multi_turn(num_requests: int, rate: float, seed: int) -> Load:
     """Chats: a system prompt of a few, then turns that each begin with all that was said before."""
-    rng = random.Random(f"multi-turn/{seed}")
+    return chats("multi-turn", num_requests, rate, seed, CHATS)
+
+
+def tenant_chats(num_requests: int, rate: float, seed: int) -> Load:
+    """Chats of many tenants, whose system prompts have 2000 to 8000 tokens: more than one replica can keep."""
+    return chats("tenant-chats", num_requests, rate, seed, TENANT_CHATS)
+
+
+def chats(name: str, num_requests: int, rate: float, seed: int, shape: ChatShape) -> Load:
+    """Chats of a shape. Requests come at `rate` once as many chats end as begin."""
+    rng = random.Random(f"{name}/{seed}")
     namer = _Namer()
-    systems = [namer.take(rng.randrange(8, 24)) for _ in range(8)]
+    systems = [namer.take(rng.randrange(*shape.system_blocks)) for _ in range(shape.num_systems)]
+    weights = [rank**-shape.skew for rank in range(1, len(systems) + 1)]
     arrivals: list[tuple[float, SimRequest]] = []
     now, count = 0.0, 0
     while count < num_requests:
         num_turns = min(1 + int(rng.expovariate(1 / 5)), 16)
-        arrivals.append((now, _session(f"chat-{len(arrivals)}", num_turns, rng.choice(systems), namer, rng)))
+        system = rng.choices(systems, weights)[0] if shape.skew else rng.choice(systems)
+        arrivals.append((now, _session(f"chat-{len(arrivals)}", num_turns, system, shape, namer, rng)))
         count += num_turns
         # Sessions begin at such a rate that requests come at `rate`.
         now += rng.expovariate(rate / 5.5)
-    return Load(name="multi-turn", block_tokens=SMALL_BLOCK_TOKENS, arrivals=tuple(arrivals))
+    return Load(name=name, block_tokens=shape.block_tokens, arrivals=tuple(arrivals))
 
 
 def shared_prefix(num_requests: int, rate: float, seed: int) -> Load:
@@ -152,6 +182,7 @@ def no_reuse(num_requests: int, rate: float, seed: int) -> Load:
 
 MADE_UP: Mapping[str, Callable[[int, float, int], Load]] = {
     "multi-turn": multi_turn,
+    "tenant-chats": tenant_chats,
     "shared-prefix": shared_prefix,
     "heavy-tail": heavy_tail,
     "burst": burst,
@@ -175,14 +206,42 @@ def _short(rng: random.Random) -> int:
     return min(int(rng.lognormvariate(5.0, 0.7)) + 1, 2000)
 
 
+CHATS = ChatShape(
+    block_tokens=SMALL_BLOCK_TOKENS,
+    num_systems=8,
+    system_blocks=(8, 24),
+    user_blocks=(1, 10),
+    output=_short,
+    mean_think_s=8.0,
+)
+TENANT_CHATS = ChatShape(
+    block_tokens=SMALL_BLOCK_TOKENS,
+    num_systems=512,
+    system_blocks=(32, 128),
+    user_blocks=(1, 8),
+    output=_short,
+    mean_think_s=8.0,
+    skew=0.6,
+)
+
+
 def _request(
-    request_id: str, prompt: tuple[bytes, ...], num_output_tokens: int, namer: _Namer, *, session: str
+    request_id: str,
+    prompt: tuple[bytes, ...],
+    num_output_tokens: int,
+    namer: _Namer,
+    *,
+    session: str,
+    block_tokens: int = SMALL_BLOCK_TOKENS,
 ) -> SimRequest:
-    """A prompt of whole blocks and a few tokens more; the output's full blocks are named as well."""
-    num_output_blocks = num_output_tokens // SMALL_BLOCK_TOKENS
+    """A prompt of whole blocks and one token more; the output's full blocks are named as well.
+
+    The last token of an output is never computed on, so with that one token the output begins a block of its own.
+    """
+    num_output_blocks = num_output_tokens // block_tokens
     return SimRequest(
         request_id=request_id,
-        num_prompt_tokens=len(prompt) * SMALL_BLOCK_TOKENS + 1,
+        num_prompt_tokens=len(prompt) * block_tokens + 1,
         num_output_tokens=num_output_tokens,
         keys=(*prompt, *namer.take(num_output_blocks)),
         num_prompt_blocks=len(prompt),
@@ -191,14 +250,27 @@ def _request(
 
 
 def _session(
-    name: str, num_turns: int, system: tuple[bytes, ...], namer: _Namer, rng: random.Random
+    name: str,
+    num_turns: int,
+    system: tuple[bytes, ...],
+    shape: ChatShape,
+    namer: _Namer,
+    rng: random.Random,
 ) -> SimRequest:
     said = system
     made = []
     for number in range(num_turns):
-        prompt = (*said, *namer.take(rng.randrange(1, 10)))
-        request = _request(f"{name}-{number}", prompt, _short(rng), namer, session=name)
-        made.append(replace(request, think_s=rng.expovariate(1 / 8)))
+        prompt = (*said, *namer.take(rng.randrange(*shape.user_blocks)))
+        num_output_tokens = shape.output(rng)
+        request = _request(
+            f"{name}-{number}",
+            prompt,
+            num_output_tokens,
+            namer,
+            session=name,
+            block_tokens=shape.block_tokens,
+        )
+        made.append(replace(request, think_s=rng.expovariate(1 / shape.mean_think_s)))
         said = request.keys
     last: SimRequest | None = None
     for request in reversed(made):

@@ -4,13 +4,15 @@ Called by: the benchmark's command.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import BenchError
-from ..report import Table, show_number
+from ..report import Table, show_number, show_spread
+from ..stats import over_runs
 from .measure import RoutingRun
 from .simulation import Cluster
+from .throughput import Throughput
 
 
 def describe_cluster(cluster: Cluster) -> str:
@@ -83,20 +85,27 @@ def varied_table(runs: Sequence[RoutingRun], cells: Sequence[Cluster]) -> Table:
     return Table(title="TTFT p99, ms, as one thing changes", columns=["load, cluster", *policies], rows=rows)
 
 
-def throughput_table(throughputs: Mapping[tuple[str, str], float], slo_s: float) -> Table:
-    """Throughput of each policy on each load, and how many times round robin's it is."""
-    loads, policies = (list(dict.fromkeys(values)) for values in zip(*throughputs, strict=True))
+def throughput_table(found: Sequence[Throughput], slo_s: float) -> Table:
+    """Throughput of each policy on each load, how many times round robin's it is, and the hit rate there."""
+    groups: dict[tuple[str, str], list[Throughput]] = {}
+    for one in found:
+        groups.setdefault((one.policy, one.load), []).append(one)
+    policies, loads = (list(dict.fromkeys(values)) for values in zip(*groups, strict=True))
     rows = []
     for policy in policies:
         cells = []
         for load in loads:
-            found, base = throughputs[load, policy], throughputs.get((load, "round_robin"), 0.0)
-            cells.append(f"{show_number(found)} ({found / base:.2f}×)" if base else show_number(found))
+            rate = over_runs(one.requests_per_s for one in groups[policy, load])
+            hits = statistics.median(one.hit_rate for one in groups[policy, load])
+            base = [one.requests_per_s for one in groups.get(("round_robin", load), ())]
+            times = f"{rate.median / statistics.median(base):.2f}×, " if base else ""
+            cells.append(f"{show_spread(rate)} ({times}{hits:.0%} hits)")
         rows.append([policy, *cells])
     return Table(
-        title=f"Requests a second at a p99 of TTFT of {slo_s} s (× round robin)",
+        title=f"Requests a second at a p99 of TTFT of {slo_s:g} s (× round robin)",
         columns=["policy", *loads],
         rows=rows,
+        note="In a steady state. Bound: one replica as wide as all of them, with one cache.",
     )
 
 
