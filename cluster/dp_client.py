@@ -21,11 +21,13 @@ from ..engine.core_client import CoreSockets
 from ..engine.errors import PoisonousRequestError, ReplicaLostError
 from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats, FollowPrefixes
 from ..shm.sockets import connect_sub
+from .errors import NoReplicaError
 from .front_end_board import FrontEndBoard
 from .messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaInfo, ReplicaState
 from .replay import ReplayLog, ReplayStats
 from .request_router import RequestRouter
 from .routing import Decision, RoutingOptions, RoutingReason
+from .supervision_events import ClusterState
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class DpClient:
         self._snapshot_at: float | None = None
         self._replicas: dict[int, ReplicaInfo] = {}
         self._stats: dict[int, EngineStats] = {}
+        self._is_stopping = False
         self._own_outputs: list[EngineCoreOutput] = []
         self._has_own_outputs = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
@@ -84,6 +87,17 @@ class DpClient:
     def num_ready(self) -> int:
         """Replicas that serve."""
         return len(self._ready())
+
+    @property
+    def is_coming_back(self) -> bool:
+        """True while a replica that was lost is to serve again. One that was given up counts: without any other the
+        cluster ends.
+        """
+        return not self._is_stopping and any(
+            replica.state is ReplicaState.LOST
+            or (replica.state is ReplicaState.STARTING and replica.epoch > 0)
+            for replica in self._replicas.values()
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -154,6 +168,9 @@ class DpClient:
                 if known is None or known.epoch != replica.epoch or known.state is not ReplicaState.WITHHELD:
                     self._replay.joined(replica.dp_rank, replica.epoch)
                 self._follow_prefixes(replica.dp_rank)
+        if update.state in (ClusterState.STOPPING, ClusterState.DONE) and not self._is_stopping:
+            self._is_stopping = True
+            self._tell(self._replay.stop())
         self._send_lost_requests()
 
     def learn_blamed(self, fingerprints: list[bytes]) -> None:
@@ -161,13 +178,23 @@ class DpClient:
         self._tell(self._replay.learn(fingerprints))
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Give the request to the replica that the balancer picks.
+        """Give the request to the replica that the balancer picks, or have it wait for one that is coming back.
 
-        Raises NoReplicaError when none serves, QueueFullError when too many wait, InvalidRequestError when the replica
-        that it asks for does not serve, PoisonousRequestError when an equal one has killed replicas.
+        Raises NoReplicaError when none serves and none is coming back, QueueFullError when too many wait,
+        InvalidRequestError when the replica that it asks for does not serve, PoisonousRequestError when an equal one
+        has killed replicas.
         """
         if self._replay.is_blamed(request):
             raise PoisonousRequestError()
+        if not self._ready():
+            # One that wants a certain replica is told at once: it may not go to the first that is back.
+            if not self.is_coming_back or request.routed_dp_rank is not None:
+                raise NoReplicaError()
+            self._router.check_room(self._replay.num_parked)
+            self._replay.wait(request, self._clock())
+            if self._expiry is None:
+                self._send_lost_requests()
+            return
         request, decision = self._route(request)
         self._replay.admit(request, decision.dp_rank)
         self._send(decision.dp_rank, request)

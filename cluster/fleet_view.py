@@ -68,6 +68,7 @@ class FleetView:
             ranks=self._fleet.rank_infos(),
             stuck=self._watch.stuck,
             is_paused=is_paused,
+            state=self._supervision.state,
             operation=operation,
         )
 

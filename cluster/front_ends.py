@@ -18,7 +18,7 @@ from ..shm.errors import QueueClosedError
 from ..shm.number_table import NumberTable
 from ..shm.process import ChildProcess
 from .fleet import client_index_of, kind_of
-from .messages import AdminCommand, AdminResult, BlamedRequests, ToFrontEnd
+from .messages import AdminCommand, AdminResult, BlamedRequests, FleetUpdate, ToFrontEnd
 from .replay import MAX_FINGERPRINTS
 from .supervision import Supervision
 from .supervision_events import ChildKind, ChildState
@@ -61,8 +61,9 @@ class FrontEnds:
         numbers = (self._applied.get(role, -1) for role in self._roles(ChildState.READY))
         return min(numbers, default=None)
 
-    def started(self, role: str) -> None:
-        """A front end has a new process: tell it what the others know."""
+    def started(self, role: str, update: FleetUpdate) -> None:
+        """A front end has a new process: tell it what the others know, before it takes its first request."""
+        self._send(role, update)
         if self._blamed:
             self._send(role, BlamedRequests(fingerprints=list(self._blamed)))
 

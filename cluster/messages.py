@@ -11,7 +11,7 @@ import msgspec
 
 from ..engine.messages import EngineStats
 from ..workers.sleep import SleepLevel
-from .supervision_events import ChildKind, ChildState, ReplicaMode
+from .supervision_events import ChildKind, ChildState, ClusterState, ReplicaMode
 
 
 class ReplicaState(StrEnum):
@@ -86,6 +86,7 @@ class FleetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="fleet"):
 
     sequence:  answered by a `FleetApplied`, once requests have moved from replicas that must not keep them
     is_paused: no replica begins a step
+    state:     of the cluster: once it stops, what a replica aborts is not continued
     operation: the operator's wish that is being carried out
     """
 
@@ -95,6 +96,7 @@ class FleetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="fleet"):
     ranks: list[RankInfo] = []
     stuck: list[StuckRank] = []
     is_paused: bool = False
+    state: ClusterState = ClusterState.SERVING
     operation: str | None = None
 
 

@@ -5,6 +5,9 @@ makes text of tokens, so a loss is invisible above it: the stop-string window, h
 stream simply wait. A request continues from its prompt and all tokens received so far, with the same seed, by the
 path by which a preempted request is resumed; see `EngineCoreRequest.attempt`.
 
+A replica that is stopped aborts what it has. Unless the whole cluster stops, that is a loss like any other, of which
+the supervisor is about to tell. A request that comes while no replica serves waits as a lost one does.
+
 Who is to blame. A request whose own contents kill a replica must not kill them all. A request that was lost before
 it made any token in this attempt is a suspect. One that is a suspect twice in a row, and the second time the only one,
 is blamed: it ends with an error, its equals that were lost with it do too, and its fingerprint is remembered. When
@@ -30,6 +33,7 @@ MAX_FINGERPRINTS = 1024
 """Blamed requests that are remembered, the newest ones."""
 _SUSPECT_LIMIT = 2
 _POISONOUS = "two replicas in a row were lost as soon as they began it"
+_NONE_IN_TIME = "no replica became ready in time"
 _MAX_TRIALS = 3
 """Replicas that may be lost with a request on trial, and with others that had just come there."""
 
@@ -47,6 +51,8 @@ class _Entry:
     num_trials: int = 0
     parked_at: float = 0.0
     has_told_cached_tokens: bool = False
+    is_aborted: bool = False
+    """The replica that has it is stopping, and computes it no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,7 @@ class ReplayLog:
         self._parked: dict[str, None] = {}
         self._trial_id: str | None = None
         self._awaits_trial_elsewhere = False
+        self._is_stopping = False
         # Replicas where a request without a token was dropped: it may be what the next loss is due to.
         self._unclear_ranks: set[int] = set()
         self._blamed: OrderedDict[bytes, None] = OrderedDict()
@@ -98,6 +105,20 @@ class ReplayLog:
         )
         self._set_unclear(dp_rank, self._num_unclear[dp_rank] + 1)
 
+    def wait(self, request: EngineCoreRequest, now: float) -> None:
+        """Note a new request that waits for a replica, for none serves."""
+        name = request.request_id
+        self._entries[name] = _Entry(
+            request, None, request.attempt, list(request.output_token_ids), parked_at=now
+        )
+        self._parked[name] = None
+
+    def stop(self) -> list[EngineCoreOutput]:
+        """The cluster stops: from now on what a replica aborts has ended. Returns the ends of all that wait."""
+        self._is_stopping = True
+        waiting = [name for name, entry in self._entries.items() if entry.dp_rank is None or entry.is_aborted]
+        return [self._end(name, FinishReason.ABORT) for name in waiting]
+
     def is_blamed(self, request: EngineCoreRequest) -> bool:
         """True when an equal request has killed replicas before."""
         return bool(self._blamed) and _fingerprint(request) in self._blamed
@@ -114,7 +135,7 @@ class ReplayLog:
         while len(self._blamed) > MAX_FINGERPRINTS:
             self._blamed.popitem(last=False)
         equals = [name for name in self._parked if _fingerprint(self._entries[name].request) in known]
-        return [self._end(name, _POISONOUS, is_poisonous=True) for name in equals]
+        return [self._end(name, FinishReason.ERROR, _POISONOUS, is_poisonous=True) for name in equals]
 
     def accept(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Take what engine cores sent; return what is news, in order. Outputs of an older attempt are dropped."""
@@ -123,6 +144,9 @@ class ReplayLog:
             entry = self._entries.get(output.request_id)
             if entry is None or output.attempt != entry.attempt or entry.dp_rank is None:
                 self._num_stale += 1
+                continue
+            if output.finish_reason is FinishReason.ABORT and not self._is_stopping:
+                entry.is_aborted = True
                 continue
             if output.new_token_ids:
                 entry.output_token_ids += output.new_token_ids
@@ -218,7 +242,8 @@ class ReplayLog:
         del self._parked[request_id]
         entry = self._entries[request_id]
         entry.dp_rank = dp_rank
-        self._num_replayed += 1
+        if entry.attempt > entry.request.attempt:
+            self._num_replayed += 1
         if not entry.made_progress:
             self._set_unclear(dp_rank, self._num_unclear[dp_rank] + 1)
         if self._trial_id == request_id:
@@ -228,7 +253,7 @@ class ReplayLog:
         """Return the errors of the requests that have been parked for too long."""
         late = [name for name in self._parked if now - self._entries[name].parked_at >= self._wait_s]
         self._num_expired += len(late)
-        return [self._end(name, "its replica was lost, and no other became ready in time") for name in late]
+        return [self._end(name, FinishReason.ERROR, self._why_late(name)) for name in late]
 
     def next_expiry_at(self) -> float | None:
         """When `expire` will next find something; None while nothing is parked."""
@@ -242,6 +267,11 @@ class ReplayLog:
         if not entry.made_progress:
             self._unclear_ranks.add(entry.dp_rank)
         return entry.dp_rank
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for a replica."""
+        return len(self._parked)
 
     def num_unfinished(self, dp_rank: int) -> int:
         """Requests of this front end that a replica computes."""
@@ -272,6 +302,7 @@ class ReplayLog:
         entry = self._entries[request_id]
         entry.dp_rank = None
         entry.attempt += 1
+        entry.is_aborted = False
         entry.parked_at = now
         self._parked[request_id] = None
 
@@ -318,17 +349,24 @@ class ReplayLog:
         self._num_blamed += 1
         fingerprint = _fingerprint(self._entries[request_id].request)
         self._newly_blamed.append(fingerprint)
-        outputs = [self._end(request_id, _POISONOUS, is_poisonous=True)]
+        outputs = [self._end(request_id, FinishReason.ERROR, _POISONOUS, is_poisonous=True)]
         return outputs + self.learn([fingerprint])
 
-    def _end(self, request_id: str, reason: str, *, is_poisonous: bool = False) -> EngineCoreOutput:
+    def _why_late(self, request_id: str) -> str:
+        entry = self._entries[request_id]
+        was_sent = entry.attempt > entry.request.attempt
+        return "its replica was lost, and no other became ready in time" if was_sent else _NONE_IN_TIME
+
+    def _end(
+        self, request_id: str, finish_reason: FinishReason, why: str = "", *, is_poisonous: bool = False
+    ) -> EngineCoreOutput:
         entry = self._entries[request_id]
         self._remove(request_id)
         return EngineCoreOutput(
             request_id=request_id,
             attempt=entry.request.attempt,
-            finish_reason=FinishReason.ERROR,
-            error=reason,
+            finish_reason=finish_reason,
+            error=why or None,
             is_poisonous=is_poisonous,
         )
 

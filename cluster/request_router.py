@@ -123,6 +123,16 @@ class RequestRouter:
         )
         return sent, decision
 
+    def check_room(self, num_waiting_here: int) -> None:
+        """Raise QueueFullError when no request more may wait for a replica to come back.
+
+        num_waiting_here: those of this front end that do
+        """
+        limit = self._options.max_num_waiting
+        is_full = num_waiting_here >= self._options.max_num_waiting_per_replica
+        if is_full or (limit is not None and num_waiting_here >= limit):
+            raise QueueFullError(1.0)
+
     def observe(self, outputs: Iterable[EngineCoreOutput], now: float) -> None:
         """Take note of outputs of our requests; unknown ones are ignored."""
         for output in outputs:

@@ -39,7 +39,7 @@ class RoutingReason(StrEnum):
     ONLY = "only"
     """No other replica serves."""
     REPLAY = "replay"
-    """The replica that had the request was lost."""
+    """The replica that had the request was lost, or none served when it came."""
 
 
 class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):

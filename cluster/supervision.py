@@ -159,6 +159,9 @@ class Supervision:
                 return [PublishFleet(), Announce()]
             case ClusterState.SERVING:
                 return [PublishFleet(), Report(sentence=f"{role} is back (start {child.epoch + 1})")]
+            case ClusterState.DRAINING:
+                # Requests may be waiting for it.
+                return [PublishFleet()]
             case _:
                 return []
 
@@ -271,7 +274,9 @@ class Supervision:
                 for child in self._children.values():
                     if child.state is ChildState.PAUSED:
                         child.state = ChildState.GIVEN_UP
-                return [Terminate(roles=self._alive(ChildKind.API_SERVER))]
+                if not self._is_coming(ChildKind.ENGINE_CORE):
+                    return self._stop_all(at, ExitCode.OK)
+                return [PublishFleet(), Terminate(roles=self._alive(ChildKind.API_SERVER))]
             case ClusterState.DRAINING:
                 return self._stop_all(at, ExitCode.INTERRUPTED)
             case ClusterState.STOPPING:

@@ -41,6 +41,7 @@ from .messages import (
     AdminResult,
     BlamedRequests,
     FleetApplied,
+    FleetUpdate,
     FromFrontEnd,
     FrontEndConnection,
 )
@@ -148,9 +149,9 @@ class Supervisor:
             ]
             self._supervision = self._make_supervision(roles)
             self._front_ends = FrontEnds(self._supervision, self._children, self._table)
+            self._view = FleetView(self._fleet, self._supervision, self._children, self._watch_board)
             for role in roles:
                 self._spawn(role, epoch=0)
-            self._view = FleetView(self._fleet, self._supervision, self._children, self._watch_board)
             return self._watch(signal_in)
         finally:
             for child in self._children.values():
@@ -179,7 +180,7 @@ class Supervisor:
         self._spawned_at[role] = time.monotonic()
         self._selector.register(child.lifeline_fd, selectors.EVENT_READ, child)
         if kind_of(role) is ChildKind.API_SERVER:
-            self._front_ends.started(role)
+            self._front_ends.started(role, self._update())
 
     def _make_supervision(self, roles: list[str]) -> Supervision:
         return Supervision(
@@ -330,12 +331,13 @@ class Supervisor:
     def publish(self) -> None:
         """Tell the front ends how things stand."""
         self._num_published += 1
-        self._front_ends.tell_all(
-            self._view.update(
-                self._num_published,
-                is_paused=self._conductor.is_paused,
-                operation=self._conductor.operation,
-            )
+        self._front_ends.tell_all(self._update())
+
+    def _update(self) -> FleetUpdate:
+        return self._view.update(
+            self._num_published,
+            is_paused=self._conductor.is_paused,
+            operation=self._conductor.operation,
         )
 
     # What follows are the conductor's hands; see conductor.Hands.

@@ -106,6 +106,13 @@ class AsyncLLM:
         """Why nothing more can be generated; None while all is well."""
         return self._error
 
+    async def wait_failed(self) -> RequestError:
+        """Wait until nothing more can be generated, whatever the cause; return it."""
+        assert self._task is not None, "start() first"
+        await asyncio.wait({self._task})
+        assert self._error is not None
+        return self._error
+
     async def start(self) -> None:
         """Connect and begin to take outputs. Idempotent."""
         if self._task is None:

@@ -7,7 +7,8 @@ from one queue and puts outputs into another, so that decoding, encoding and sen
                     signal handler     ->                                                       -> PUSH statistics
                     executor's thread  ->
 
-When a front end dies its PUSH fills up to its bound; then the front end counts as gone (`ClientLost`).
+When a front end dies its PUSH fills up to its bound; then the front end counts as gone (`ClientLost`). A thread that
+fails says so (`ThreadFailed`), and the process ends.
 """
 
 import contextlib
@@ -62,8 +63,23 @@ class GrammarReady:
     """A request that waits for its grammar can go on."""
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """A bug has ended a socket thread: without it the process is of no use."""
+
+    name: str
+    error: Exception
+
+
 InboxItem = (
-    ClientMessage | ClientLost | StopRequested | ExecutorFailed | GrammarReady | ReplayAsked | CoreControl
+    ClientMessage
+    | ClientLost
+    | StopRequested
+    | ExecutorFailed
+    | GrammarReady
+    | ThreadFailed
+    | ReplayAsked
+    | CoreControl
 )
 Inbox = SimpleQueue[InboxItem]
 
@@ -107,6 +123,15 @@ class CoreInput:
             self._context = None
 
     def _run(self, socket: "zmq.Socket[bytes]") -> None:
+        try:
+            self._receive(socket)
+        # The top of a thread.
+        except Exception as error:
+            self._inbox.put(ThreadFailed("core-input", error))
+        finally:
+            socket.close(linger=0)
+
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         decoder = msgspec.msgpack.Decoder(ClientMessage)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -121,7 +146,6 @@ class CoreInput:
                     self._take(decoder, socket.recv(zmq.NOBLOCK))
             if is_last:
                 break
-        socket.close()
 
     def _take(self, decoder: "msgspec.msgpack.Decoder[ClientMessage]", data: bytes) -> None:
         try:
@@ -168,6 +192,18 @@ class CoreOutput:
             self._context = None
 
     def _run(self, context: "zmq.Context[zmq.Socket[bytes]]", stats: "zmq.Socket[bytes] | None") -> None:
+        try:
+            self._send_all(context, stats)
+        # The top of a thread.
+        except Exception as error:
+            self._inbox.put(ThreadFailed("core-output", error))
+        finally:
+            for socket in self._clients.values():
+                socket.close(linger=FLUSH_TIMEOUT_MS)
+            if stats is not None:
+                stats.close(linger=0)
+
+    def _send_all(self, context: "zmq.Context[zmq.Socket[bytes]]", stats: "zmq.Socket[bytes] | None") -> None:
         encoder = msgspec.msgpack.Encoder()
         while (item := self._outbox.get()) is not None:
             match item:
@@ -177,10 +213,6 @@ class CoreOutput:
                     self._send(item.client_index, encoder.encode(item.outputs))
                 case EngineStats():
                     self._send_stats(stats, encoder.encode(item))
-        for socket in self._clients.values():
-            socket.close(linger=FLUSH_TIMEOUT_MS)
-        if stats is not None:
-            stats.close(linger=0)
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", hello: ClientHello) -> None:
         old = self._clients.pop(hello.client_index, None)

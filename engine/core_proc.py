@@ -5,8 +5,9 @@ The main thread runs the loop: take what came in, compute one step, hand the out
 sleeps on its inbox, which front ends, the signal handler, the parent and the executor's death watch all ring. What it
 does stands on the status board, and is written again every other second also at rest: one that stops writing hangs.
 
-When a worker dies or fails in a step: the reason goes to the parent, and the process ends with WORKER_LOST; its
-front ends learn of it from whoever watches the process. When the parent dies: the lifeline ends this process.
+When a worker dies or fails in a step: the reason goes to the parent, and the process ends with WORKER_LOST; when
+something fails here, with FAILED. Its front ends learn of it from whoever watches the process. When the parent dies:
+the lifeline ends this process.
 A stop aborts what still runs: draining is up to the front ends, which admit nothing and wait before.
 """
 
@@ -39,6 +40,7 @@ from .core_io import (
     Inbox,
     InboxItem,
     StopRequested,
+    ThreadFailed,
 )
 from .kv_event_publisher import KVEventPublisher, ReplayAsked
 from .messages import (
@@ -247,6 +249,8 @@ class EngineCoreLoop:
                 self._is_stopping = True
             case ExecutorFailed():
                 raise item.error
+            case ThreadFailed():
+                raise RuntimeError(f"thread {item.name} failed: {item.error}") from item.error
             case ResetPrefixCache():
                 is_reset = self._core.reset_prefix_cache()
                 answer = PrefixCacheReset(call_id=item.call_id, is_reset=is_reset)

@@ -47,22 +47,26 @@ class Acceptor:
         self._board = board
         self._loop = asyncio.get_running_loop()
         self._num_open = 0
-        self._is_stopped = False
+        self._is_stopped = True
         self._timer: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to take connections."""
+        """Begin to take connections, or go on after `stop`. Idempotent."""
+        if not self._is_stopped:
+            return
+        self._is_stopped = False
         self._tell()
         self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
     def stop(self) -> None:
-        """Take no more. Idempotent."""
+        """Take no more; what comes is the other servers', or the next one's. Idempotent."""
         if not self._is_stopped:
             self._is_stopped = True
             self._loop.remove_reader(self._listener.fileno())
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None
             self._tell()
 
     def lost(self) -> None:

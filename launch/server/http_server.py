@@ -57,10 +57,19 @@ class InheritedServer(uvicorn.Server):
         acceptor.start()
         self._on_started()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and end the connections."""
+    def hold_connections(self) -> None:
+        """Leave new connections to the other servers, or in the socket's queue. Idempotent."""
         if self._acceptor is not None:
             self._acceptor.stop()
+
+    def take_connections(self) -> None:
+        """Take new connections again, unless the server ends. Idempotent."""
+        if self._acceptor is not None and not self.should_exit:
+            self._acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end the connections."""
+        self.hold_connections()
         await super().shutdown(sockets)
 
     def _make_connection(self) -> asyncio.Protocol:

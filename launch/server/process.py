@@ -3,8 +3,11 @@
 Started by the supervisor. There may be several, behind one listening socket; each has its own connections, and its own
 requests in the replicas. Main thread: the event loop, and everything but the lifeline thread, which hands the
 supervisor's messages over to it. A stop closes the gate, lets running requests finish within the drain budget and then
-leaves. When the supervisor dies the process ends at once (see shm/child.py); when a replica dies its requests continue
-elsewhere (see cluster/replay.py); when this process dies, its connections break and its requests are aborted.
+leaves; meanwhile new connections are the other servers', unless all of them stop.
+
+When the supervisor dies the process ends at once (see shm/child.py); when a replica dies its requests continue
+elsewhere (see cluster/replay.py); when this process dies, its connections break and its requests are aborted. It ends
+itself when a bug has ended the task that takes outputs: nobody would ever be answered again.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ import uvloop
 from ...cluster.dp_client import DpClient
 from ...cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
 from ...cluster.messages import BoardPlace, FleetUpdate, FrontEndConnection, ToFrontEnd
+from ...cluster.supervision_events import ClusterState
 from ...engine.async_llm import AsyncLLM
 from ...engine.input_processor import InputProcessor
 from ...shm.child_context import ChildContext
@@ -74,6 +78,9 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
             input_processor.max_model_len = client.max_model_len
         # Hashes serve the balancer's index and the engine core's prefix cache; without a cache nobody needs them.
         input_processor.block_size = client.block_size if args.hashes_prompts else None
+        if stop_asked.is_set() and update.state is not ClusterState.SERVING:
+            # There is no other server that could answer: it is on us to say no.
+            server.take_connections()
 
     link = ClusterLink(context.note, apply, client.learn_blamed)
 
@@ -88,17 +95,23 @@ async def _serve(context: ChildContext, args: ApiServerArgs) -> int:
     beating = asyncio.create_task(_beat(args.connection.board, service), name="beat")
     serving = asyncio.create_task(server.serve([socket.socket(fileno=args.listen_fd)]), name="http server")
     stopping = asyncio.create_task(stop_asked.wait(), name="stop")
+    failing = asyncio.create_task(engine.wait_failed(), name="engine failure")
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         if stop_asked.is_set():
+            if link.fleet is None or link.fleet.state is ClusterState.SERVING:
+                server.hold_connections()
             log.info("draining requests=%d budget_s=%.0f", service.gate.num_inside, args.drain_timeout_s)
             if not await service.gate.drain(args.drain_timeout_s):
                 log.warning("the drain budget is spent requests=%d", service.gate.num_inside)
         server.should_exit = True
         # Raises what ended the server, when it was not asked to end.
         await serving
+        if failing.done() and not stop_asked.is_set():
+            raise failing.result()
     finally:
         stopping.cancel()
+        failing.cancel()
         beating.cancel()
         service.metrics.share()
         await engine.close()

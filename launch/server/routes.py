@@ -43,7 +43,7 @@ from .protocol import (
 )
 from .routing_headers import with_routing
 from .service import Service
-from .sse import EventStream, run_watched
+from .sse import QUIET_S, EventStream, run_watched
 from .validation import (
     decode_body,
     is_scoring,
@@ -237,13 +237,20 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 async def _start(service: Service, request: Request, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
-    """Wait for the first piece: until then an error still has a status, and a client may leave."""
+    """Wait for the first piece: until then an error still has a status, and a client may leave.
+
+    One that is long in coming is left to the stream, which can say meanwhile that it lives.
+    """
     pieces = run_jobs(service, jobs)
+    first = asyncio.ensure_future(anext(pieces))
     try:
-        return _with_first(await run_watched(request.receive, service.gate, anext(pieces)), pieces)
+        await run_watched(request.receive, service.gate, asyncio.wait({first}, timeout=QUIET_S))
+        if first.done():
+            first.result()
     except BaseException:
-        await pieces.aclose()
+        await _give_up(first, pieces)
         raise
+    return _with_first(first, pieces)
 
 
 async def _collect(service: Service, jobs: Sequence[Job], counter: UsageCounter) -> list[Answer]:
@@ -251,13 +258,22 @@ async def _collect(service: Service, jobs: Sequence[Job], counter: UsageCounter)
     return await collect(run_jobs(service, jobs), counter)
 
 
-async def _with_first(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+async def _with_first(
+    first: "asyncio.Future[Piece]", rest: AsyncGenerator[Piece, None]
+) -> AsyncGenerator[Piece, None]:
     try:
-        yield first
+        yield await first
         async for piece in rest:
             yield piece
     finally:
-        await rest.aclose()
+        await _give_up(first, rest)
+
+
+async def _give_up(first: "asyncio.Future[Piece]", rest: AsyncGenerator[Piece, None]) -> None:
+    """End the pieces, also while the first is awaited."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await rest.aclose()
 
 
 async def _encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -67,6 +67,11 @@ class ClusterView(Protocol):
         ...
 
     @property
+    def is_coming_back(self) -> bool:
+        """True while a replica is being started again: until it serves, requests may wait for it."""
+        ...
+
+    @property
     def replicas(self) -> Mapping[int, Any]:
         """All replicas."""
         ...
@@ -175,7 +180,7 @@ class Service:
         """Raise the 503 that a request gets when nothing can serve it now."""
         if self.gate.is_draining:
             raise ApiError(503, "the server is stopping", code="server_stopping", retry_after_s=RETRY_SOON_S)
-        if self.cluster.num_ready == 0:
+        if self.cluster.num_ready == 0 and not self.cluster.is_coming_back:
             raise ApiError(503, "no replica is ready to serve", code="no_replica", retry_after_s=RETRY_SOON_S)
 
     def check_model(self, name: str | None) -> None:

@@ -32,6 +32,9 @@ from phalanx.shm.process import ChildProcess
 KINDS = {"dp0": ChildKind.ENGINE_CORE, "api0": ChildKind.API_SERVER, "api1": ChildKind.API_SERVER}
 
 
+UPDATE = FleetUpdate(replicas=[], sequence=7)
+
+
 class Child:
     """Keeps what it is told, while it lives."""
 
@@ -77,7 +80,7 @@ class Cluster:
     def start_again(self, role: str) -> None:
         self.supervision.handle(Tick(at=10.0))
         self.children[role] = Child()
-        self.front_ends.started(role)
+        self.front_ends.started(role, UPDATE)
 
 
 @pytest.fixture
@@ -136,7 +139,7 @@ def test_who_was_started_again_gets_no_answer_to_what_it_never_asked(cluster: Cl
 
     cluster.front_ends.answer(AdminResult(command_id=command.command_id, status=AdminStatus.DONE))
 
-    assert [child.told for child in cluster.children.values()] == [[], [], []]
+    assert [child.told for child in cluster.children.values()] == [[], [], [UPDATE]]
 
 
 def test_what_one_has_blamed_all_know_once(cluster: Cluster) -> None:
@@ -147,7 +150,7 @@ def test_what_one_has_blamed_all_know_once(cluster: Cluster) -> None:
     assert cluster.children["api1"].told == [BlamedRequests(fingerprints=[b"a"])]
     cluster.die("api1")
     cluster.start_again("api1")
-    assert cluster.children["api1"].told == [BlamedRequests(fingerprints=[b"a", b"b"])]
+    assert cluster.children["api1"].told == [UPDATE, BlamedRequests(fingerprints=[b"a", b"b"])]
 
 
 def test_only_so_many_are_remembered(cluster: Cluster) -> None:
@@ -158,7 +161,7 @@ def test_only_so_many_are_remembered(cluster: Cluster) -> None:
     cluster.die("api1")
     cluster.start_again("api1")
 
-    assert cluster.children["api1"].told == [BlamedRequests(fingerprints=names[2:])]
+    assert cluster.children["api1"].told == [UPDATE, BlamedRequests(fingerprints=names[2:])]
 
 
 def test_the_row_of_one_that_has_ended_is_cleared(cluster: Cluster) -> None:

@@ -95,6 +95,59 @@ def test_a_request_waits_for_a_replica_only_so_long(log: ReplayLog) -> None:
     assert log.next_expiry_at() is None
 
 
+def test_a_request_that_comes_while_no_replica_serves_is_sent_to_the_first_that_does(log: ReplayLog) -> None:
+    log.wait(make_request(), 1.0)
+
+    (asked,) = log.replayable()
+    log.replayed("a", 0)
+
+    assert asked == make_request()
+    assert log.accept([tokens("a", 5, last=True)]) == [tokens("a", 5, last=True)]
+    assert log.stats().num_replayed == 0, "it was never lost"
+    log.check_invariants()
+
+
+def test_a_request_that_comes_while_no_replica_serves_waits_only_so_long(log: ReplayLog) -> None:
+    log.wait(make_request(), 1.0)
+
+    assert log.next_expiry_at() == 31.0
+    (error,) = log.expire(31.0)
+
+    assert (error.finish_reason, error.error) == (FinishReason.ERROR, "no replica became ready in time")
+    assert log.num_parked == 0
+
+
+ABORTED = EngineCoreOutput(request_id="a", attempt=0, finish_reason=FinishReason.ABORT)
+
+
+def test_what_a_replica_aborts_is_lost_with_it_and_continues(log: ReplayLog) -> None:
+    log.admit(make_request(), 0)
+    log.accept([tokens("a", 5)])
+
+    assert log.accept([ABORTED]) == []
+
+    assert log.lose(0, now=1.0) == []
+    (again,) = log.replayable()
+    assert (again.attempt, again.output_token_ids) == (1, [5])
+
+
+@pytest.mark.parametrize("comes_first", ["abort", "stop"])
+def test_when_the_cluster_stops_what_a_replica_aborts_has_ended(log: ReplayLog, comes_first: str) -> None:
+    log.admit(make_request("a"), 0)
+    log.admit(make_request("b"), 1)
+    log.wait(make_request("c"), 0.0)
+    ended = log.accept([ABORTED]) if comes_first == "abort" else []
+
+    ended += log.stop()
+    ended += log.accept([ABORTED])
+
+    assert [(output.request_id, output.finish_reason) for output in ended] == [
+        (name, FinishReason.ABORT) for name in (("a", "c") if comes_first == "abort" else ("c", "a"))
+    ]
+    assert log.num_unfinished(1) == 1, "its replica may still finish it"
+    log.check_invariants()
+
+
 def test_an_aborted_request_is_not_replayed(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
     log.lose(0, now=1.0)

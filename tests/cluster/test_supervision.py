@@ -189,7 +189,7 @@ def test_the_start_deadline_names_who_is_missing() -> None:
 def test_a_stop_drains_the_front_ends_first_and_then_stops_the_rest() -> None:
     supervision = serving()
 
-    assert supervision.handle(StopRequested(at=10.0)) == [Terminate(roles=("api0",))]
+    assert supervision.handle(StopRequested(at=10.0)) == [PublishFleet(), Terminate(roles=("api0",))]
     assert supervision.state is ClusterState.DRAINING
     assert supervision.handle(exited("api0")) == [
         PublishFleet(),
@@ -219,6 +219,26 @@ def test_a_second_stop_ends_the_drain_and_a_third_kills() -> None:
     assert supervision.handle(StopRequested(at=11.0)) == [PublishFleet(), Terminate(roles=tuple(CHILDREN))]
     assert supervision.handle(StopRequested(at=11.1)) == [Kill(roles=tuple(CHILDREN))]
     assert supervision.exit_code is ExitCode.INTERRUPTED
+
+
+def test_nobody_waits_for_replicas_that_are_not_started_again_for_the_cluster_stops() -> None:
+    supervision = serving()
+    supervision.handle(exited("dp0", exitcode=-9, at=9.0))
+    supervision.handle(exited("dp1", exitcode=-9, at=9.0))
+
+    supervision.handle(StopRequested(at=9.1))
+
+    assert supervision.state is ClusterState.STOPPING
+    assert supervision.exit_code is ExitCode.OK
+
+
+def test_a_replica_that_is_back_while_the_cluster_drains_is_told_of() -> None:
+    supervision = serving()
+    supervision.handle(exited("dp0", exitcode=-9, at=9.0))
+    supervision.handle(Tick(at=10.0))
+    supervision.handle(StopRequested(at=10.5))
+
+    assert supervision.handle(ChildReady(role="dp0")) == [PublishFleet()]
 
 
 def test_a_stop_while_starting_needs_no_drain() -> None:

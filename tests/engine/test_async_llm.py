@@ -165,6 +165,26 @@ def test_a_lost_engine_ends_every_stream_and_every_later_call(inputs, how):
             with pytest.raises(ReplicaLostError):
                 await anext(llm.generate([1, 2], params(3)))
             assert llm.num_unfinished_requests == 0
+            assert await llm.wait_failed() is llm.error
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_in_the_task_that_takes_outputs_ends_every_stream_and_is_told(inputs, monkeypatch):
+    async def scenario():
+        async with launch(inputs) as (llm, client):
+
+            async def get_outputs():
+                raise ValueError("a bug")
+
+            running = llm.generate([1, 2], params(240))
+            await anext(running)
+            monkeypatch.setattr(client, "get_outputs", get_outputs)
+
+            assert "a bug" in str(await llm.wait_failed())
+            with pytest.raises(ReplicaLostError, match="a bug"):
+                async for _ in running:
+                    pass
 
     asyncio.run(scenario())
 

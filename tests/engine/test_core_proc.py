@@ -5,6 +5,7 @@ import contextlib
 import select
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -13,13 +14,20 @@ import zmq
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
 from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
+from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput
 from phalanx.engine.kv_events import KVEventBatch, follow
-from phalanx.engine.messages import AbortRequests, EngineStats, FinishReason, FollowPrefixes
+from phalanx.engine.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineStats,
+    FinishReason,
+    FollowPrefixes,
+)
 from phalanx.engine.prefix_log import split_keys
 from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
-from phalanx.shm.sockets import bind_pull
+from phalanx.shm.sockets import bind_pull, connect_push
 from phalanx.shm.status_board import Phase, StatusBoard
 from support.children import is_gone, wait_until
 from support.engine import make_engine_config, make_request, simulate
@@ -412,3 +420,37 @@ def test_a_pause_holds_requests_until_its_end(start):
             assert tokens["a"] == simulate(request)
 
     asyncio.run(scenario())
+
+
+def fail(*args):
+    raise ValueError("a bug")
+
+
+def test_a_thread_that_fails_in_sending_says_so_and_is_closed_like_any_other(monkeypatch):
+    inbox = SimpleQueue()
+    output = CoreOutput(None, inbox)
+    monkeypatch.setattr(output, "_send", fail)
+    output.start()
+
+    output.put(ClientOutputs(client_index=0, outputs=EngineCoreOutputs(dp_rank=0, epoch=0)))
+
+    failed = inbox.get(timeout=DEADLINE_S)
+    assert (failed.name, str(failed.error)) == ("core-output", "a bug")
+    output.close()
+
+
+def test_a_thread_that_fails_in_receiving_says_so_and_is_closed_like_any_other(tmp_path, monkeypatch):
+    inbox = SimpleQueue()
+    core_input = CoreInput(f"ipc://{tmp_path}/core", inbox)
+    monkeypatch.setattr(core_input, "_take", fail)
+    core_input.start()
+    context = zmq.Context()
+    socket = connect_push(context, f"ipc://{tmp_path}/core")
+
+    socket.send(b"anything")
+
+    failed = inbox.get(timeout=DEADLINE_S)
+    assert (failed.name, str(failed.error)) == ("core-input", "a bug")
+    core_input.close()
+    socket.close(linger=0)
+    context.term()

@@ -1,8 +1,9 @@
 """Every way to fail, of every process, at every moment, under 32 live streams: no client notices more than a pause.
 
-One cluster of two replicas of two ranks for the whole file; each cell leaves it whole again. Workers fail at an exact
-moment of a step, by a hook (support/worker_faults.py); other processes get a signal while the streams are at that
-moment. `make test` runs a few cells, `make test-full` all of them.
+One cluster of two replicas of two ranks behind two API servers for the whole file; each cell leaves it whole again.
+Workers fail at an exact moment of a step, by a hook (support/worker_faults.py); other processes get a signal while the
+streams are at that moment, or fail from within (support/process_faults.py). `make test` runs a few cells,
+`make test-full` all of them.
 """
 
 import os
@@ -11,27 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from support.children import wait_until
+from support.faults import ACTIONS, EXIT_STATUS, ask_for_fault, fault_file
 from support.launch import Cluster, running_cluster
+from support.process_faults import AT_START, COORDINATOR_MOMENTS, CORE_MOMENTS, SERVER_MOMENTS
 from support.streams import (
     ARGUMENTS,
+    CUT_OFF,
+    NUM_STREAMS,
     counters,
     make_prompts,
     stream_all,
     streaming_cluster,
     wait_whole,
 )
-from support.worker_faults import (
-    ACTIONS,
-    EXIT_STATUS,
-    HOOK,
-    MOMENTS,
-    POISON_TOKEN_ID,
-    ask_for_fault,
-    fault_file,
-)
+from support.worker_faults import HOOK, MOMENTS, POISON_TOKEN_ID
 
 HANG_TIMEOUT_S = 5.0
 SETTINGS = (f"executor.hooks=['{HOOK}']", f"cluster.hang_timeout_s={HANG_TIMEOUT_S}")
@@ -54,6 +52,19 @@ PROCESS_CELLS = [
     for action in SIGNALS
 ]
 PROCESS_SAMPLE = {("dp0", "decode", "kill")}
+SERVER_CELLS = [("api0", moment, action) for moment in ("idle", "prefill", "decode") for action in SIGNALS]
+SERVER_SAMPLE = {("api0", "idle", "exit")}
+WITHIN_CELLS = [
+    (role, moment, action)
+    for role, moments in (
+        ("dp0", CORE_MOMENTS),
+        ("coordinator", COORDINATOR_MOMENTS),
+        ("api0", SERVER_MOMENTS),
+    )
+    for moment in moments
+    for action in ("raise", "exit")
+]
+WITHIN_SAMPLE = {("dp0", "result", "raise"), ("coordinator", "publish", "raise")}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,8 +79,10 @@ def cells(every: list[tuple[str, str, str]], sample: set[tuple[str, str, str]]) 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with streaming_cluster(tmp_path_factory.mktemp("cluster"), *SETTINGS) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(AT_START))
+        with streaming_cluster(tmp_path_factory.mktemp("cluster"), *SETTINGS, num_api_servers=2) as cluster:
+            yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +91,19 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str]:
+def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str | None]:
     return stream_all(cluster, prompts)
+
+
+def assert_only_own_connections_broke(texts: list[str | None], undisturbed: list[str | None]) -> None:
+    """Some of the streams were held by a server that died, and the others by another one."""
+    assert 0 < texts.count(None) < NUM_STREAMS, texts
+    assert all(text in (None, whole) for text, whole in zip(texts, undisturbed, strict=True))
 
 
 @pytest.mark.parametrize(("role", "moment", "action"), cells(WORKER_CELLS, WORKER_SAMPLE))
 def test_a_worker_fails(
-    cluster: Cluster, prompts: list[str], undisturbed: list[str], role: str, moment: str, action: str
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None], role: str, moment: str, action: str
 ) -> None:
     before, counted, num_said = cluster.pids(), counters(cluster), len(cluster.stderr)
     if moment == "prefill":
@@ -108,7 +127,7 @@ def test_a_worker_fails(
 
 @pytest.mark.parametrize(("role", "moment", "action"), cells(PROCESS_CELLS, PROCESS_SAMPLE))
 def test_another_process_fails(
-    cluster: Cluster, prompts: list[str], undisturbed: list[str], role: str, moment: str, action: str
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None], role: str, moment: str, action: str
 ) -> None:
     counted, num_said = counters(cluster), len(cluster.stderr)
     victim = cluster.pids()[f"phalanx {role}"]
@@ -132,8 +151,85 @@ def test_another_process_fails(
     assert all(after[series] >= value for series, value in counted.items())
 
 
+@pytest.mark.parametrize(("role", "moment", "action"), cells(SERVER_CELLS, SERVER_SAMPLE))
+def test_an_api_server_fails(
+    cluster: Cluster,
+    prompts: list[str],
+    undisturbed: list[str | None],
+    role: str,
+    moment: str,
+    action: str,
+) -> None:
+    counted, num_said = counters(cluster), len(cluster.stderr)
+    before = cluster.pids()
+    victim = before[f"phalanx {role}"]
+
+    def strike() -> None:
+        os.kill(victim, SIGNALS[action])
+
+    if moment == "idle":
+        strike()
+        texts = stream_all(cluster, prompts)
+    else:
+        texts = stream_all(cluster, prompts, strike, num_pieces=PIECES_BEFORE[moment], breaks=CUT_OFF)
+
+    if moment == "idle" or action == "exit":
+        assert texts == undisturbed
+    else:
+        assert_only_own_connections_broke(texts, undisturbed)
+    wait_whole(cluster, victim)
+    said = cluster.stderr[num_said:]
+    word = {**WORDS, "stop": "stands still", "exit": "exited with status 0"}[action]
+    assert word in said, said
+    assert role in said[: said.index(word)]
+    after = counters(cluster)
+    assert all(after[series] >= value for series, value in counted.items())
+    others = before.keys() - {f"phalanx {role}"}
+    assert {title: cluster.pids().get(title) for title in others} == {
+        title: before[title] for title in others
+    }
+    assert stream_all(cluster, prompts) == undisturbed
+
+
+@pytest.mark.parametrize(("role", "moment", "action"), cells(WITHIN_CELLS, WITHIN_SAMPLE))
+def test_another_process_fails_from_within(
+    cluster: Cluster,
+    prompts: list[str],
+    undisturbed: list[str | None],
+    role: str,
+    moment: str,
+    action: str,
+) -> None:
+    counted, num_said = counters(cluster), len(cluster.stderr)
+    victim = cluster.pids()[f"phalanx {role}"]
+
+    def strike() -> None:
+        ask_for_fault(cluster.temp, role=role, moment=moment, action=action)
+
+    is_server = role.startswith("api")
+    # A server that fails, and has not died yet, may still say so to its clients.
+    breaks = (*CUT_OFF, openai.APIError) if is_server else ()
+    if moment == "admit":
+        strike()
+        texts = stream_all(cluster, prompts)
+    else:
+        texts = stream_all(cluster, prompts, strike, breaks=breaks)
+
+    if is_server:
+        assert_only_own_connections_broke(texts, undisturbed)
+    else:
+        assert texts == undisturbed
+    wait_until(lambda: not fault_file(cluster.temp).exists(), timeout_s=10, what="the fault")
+    wait_whole(cluster, victim)
+    said = cluster.stderr[num_said:]
+    assert WORDS[action] in said, said
+    assert role in said[: said.index(WORDS[action])]
+    after = counters(cluster)
+    assert all(after[series] >= value for series, value in counted.items())
+
+
 def test_poison_is_found_out_and_the_others_go_on(
-    cluster: Cluster, prompts: list[str], undisturbed: list[str]
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None]
 ) -> None:
     """It kills two replicas, then it is answered with an error, and its equals are not even tried."""
     body = {"model": "tiny", "prompt": [5, POISON_TOKEN_ID, 7], "max_tokens": 5}
@@ -156,7 +252,7 @@ def test_poison_is_found_out_and_the_others_go_on(
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("moment", ["decode", "collective"])
 def test_a_worker_fails_while_the_cluster_drains(
-    tmp_path: Path, prompts: list[str], undisturbed: list[str], moment: str, action: str
+    tmp_path: Path, prompts: list[str], undisturbed: list[str | None], moment: str, action: str
 ) -> None:
     words = [word for setting in SETTINGS for word in ("--set", setting)]
     with running_cluster(tmp_path, *ARGUMENTS, *words, "--set", "cluster.drain_timeout_s=120") as cluster:

@@ -28,7 +28,7 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str]:
+def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str | None]:
     return stream_all(cluster, prompts)
 
 
@@ -50,7 +50,7 @@ def kill(cluster: Cluster, *titles: str) -> None:
     ids=lambda victims: "+".join(victims),
 )
 def test_streams_go_on_with_the_same_texts(
-    cluster: Cluster, prompts: list[str], undisturbed: list[str], victims: list[str]
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None], victims: list[str]
 ) -> None:
     before = cluster.pids()
 
@@ -64,7 +64,7 @@ def test_streams_go_on_with_the_same_texts(
 
 
 def test_a_killed_api_server_is_back_and_no_connection_is_refused(
-    cluster: Cluster, prompts: list[str], undisturbed: list[str]
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None]
 ) -> None:
     url, victim = cluster.url, cluster.pids()["phalanx api0"]
     body = {"model": "tiny", "prompt": prompts[0], "max_tokens": 400, "stream": True, "ignore_eos": True}

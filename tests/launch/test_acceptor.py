@@ -127,6 +127,26 @@ def test_after_a_stop_the_others_have_all_and_nobody_waits_for_it() -> None:
     run(2, work)
 
 
+def test_what_comes_while_the_only_one_is_stopped_waits_for_it() -> None:
+    async def work(servers: list[Server], address: tuple[str, int]) -> None:
+        (server,) = servers
+        server.acceptor.stop()
+        opening = asyncio.create_task(open_connections(address, 3))
+        reader, writer = await asyncio.open_connection(*address)
+        assert not reader.at_eof()
+        assert not opening.done()
+
+        server.acceptor.start()
+        server.acceptor.start()
+
+        assert await reader.readexactly(1) == server.name
+        writers, owners = await opening
+        assert owners == [0, 0, 0]
+        await close_all([writer, *writers])
+
+    run(1, work)
+
+
 def test_patience_has_an_end() -> None:
     assert hold_back_s(0) == 0
     assert 0 < hold_back_s(1) < hold_back_s(2) <= MAX_HOLD_BACK_S

@@ -587,6 +587,53 @@ def test_without_a_replica_requests_are_503_and_may_come_back() -> None:
     assert get("/ready", service).status_code == 503
 
 
+def test_requests_are_let_in_while_a_replica_is_coming_back() -> None:
+    service = make_service(cluster=FakeCluster(num_ready=0, is_coming_back=True))
+
+    assert post(COMPLETION, service=service).json()["choices"][0]["text"] == ANSWER
+    assert get("/ready", service).status_code == 503
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("error", [None, ReplicaLostError("no replica became ready in time")])
+def test_a_stream_whose_first_piece_is_long_in_coming_says_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], error: Exception | None
+) -> None:
+    monkeypatch.setattr("phalanx.launch.server.routes.QUIET_S", 0.01)
+    monkeypatch.setattr("phalanx.launch.server.sse.QUIET_S", 0.01)
+    engine = FakeEngine(is_blocked=True, error=error)
+
+    async def run() -> bytes:
+        said_so = asyncio.Event()
+
+        def look(message: Any) -> None:
+            if message.get("body") == b": waiting\n\n":
+                said_so.set()
+
+        asking = asyncio.create_task(
+            call(
+                make_service(engine),
+                {**body, "stream": True},
+                leave=asyncio.Event(),
+                path=path,
+                on_message=look,
+            )
+        )
+        await said_so.wait()
+        engine.release.set()
+        return b"".join(message.get("body", b"") for message in await asking)
+
+    text = asyncio.run(asyncio.wait_for(run(), 10)).decode()
+
+    assert text.endswith("data: [DONE]\n\n")
+    if error is None:
+        pieces = re.findall(r'"(?:text|content)":"([^"]*)"', text)
+        assert "".join(pieces) == ANSWER
+    else:
+        assert '"code":"replica_lost"' in text
+    assert engine.num_running == 0
+
+
 def test_openais_client_raises_its_own_errors() -> None:
     with pytest.raises(openai.NotFoundError, match="other"):
         with_openai(
@@ -671,7 +718,14 @@ def test_metrics_count_requests_tokens_and_replicas() -> None:
 # Clients that leave, and servers that stop
 
 
-async def call(service: Service, body: dict[str, Any], *, leave: asyncio.Event) -> list[dict[str, Any]]:
+async def call(
+    service: Service,
+    body: dict[str, Any],
+    *,
+    leave: asyncio.Event,
+    path: str = "/v1/completions",
+    on_message: Callable[[Any], None] = lambda message: None,
+) -> list[dict[str, Any]]:
     """Send one request by hand; the client leaves when `leave` is set. Returns what was sent to it."""
     sent: list[dict[str, Any]] = []
     arrived = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
@@ -684,6 +738,7 @@ async def call(service: Service, body: dict[str, Any], *, leave: asyncio.Event) 
 
     async def send(message: Any) -> None:
         sent.append(message)
+        on_message(message)
 
     scope = {
         "type": "http",
@@ -691,8 +746,8 @@ async def call(service: Service, body: dict[str, Any], *, leave: asyncio.Event) 
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
         "headers": [(b"content-type", b"application/json")],

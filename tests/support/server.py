@@ -147,6 +147,7 @@ class FakeCluster:
     """A cluster whose state the test writes down."""
 
     num_ready: int = 1
+    is_coming_back: bool = False
     replicas: dict[int, Any] = field(default_factory=lambda: {0: None})
     stats: dict[int, EngineStats] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 from support.children import wait_until
 from support.launch import TINY_MODEL, Cluster, running_cluster
@@ -15,15 +15,17 @@ NUM_STREAMS = 32
 MAX_TOKENS = 120
 BACK_S = 60.0
 """For a process to be back: a worker imports torch."""
-ROLES = {"dp0", "dp1", "coordinator", "api0", "dp0 tp0", "dp0 tp1", "dp1 tp0", "dp1 tp1"}
+CUT_OFF = (APIConnectionError, httpx.TransportError)
+"""What a client sees when its API server is gone."""
 ARGUMENTS = (str(TINY_MODEL), "--tp", "2", "--dp", "2", "--device", "cpu", "--served-model-name", "tiny")
 
 
 @contextmanager
-def streaming_cluster(folder: Path, *settings: str) -> Iterator[Cluster]:
+def streaming_cluster(folder: Path, *settings: str, num_api_servers: int = 1) -> Iterator[Cluster]:
     """A cluster whose processes may die often. settings: "section.name=value"."""
+    servers = f"cluster.num_api_servers={num_api_servers}"
     often = ("cluster.max_restarts=100", "cluster.max_restart_backoff_s=0.5")
-    words = [word for setting in (*often, *settings) for word in ("--set", setting)]
+    words = [word for setting in (servers, *often, *settings) for word in ("--set", setting)]
     with running_cluster(folder, *ARGUMENTS, *words) as cluster:
         yield cluster
 
@@ -68,10 +70,14 @@ def stream_all(
     strike: Callable[[], None] = lambda: None,
     *,
     num_pieces: int = 3,
-) -> list[str]:
-    """Stream all prompts at once; call `strike` when half of the streams have had more than `num_pieces`."""
+    breaks: tuple[type[Exception], ...] = (),
+) -> list[str | None]:
+    """Stream all prompts at once; call `strike` when half of the streams have had more than `num_pieces`.
 
-    async def run() -> list[str]:
+    Returns their texts; None for one that ended in one of `breaks`.
+    """
+
+    async def run() -> list[str | None]:
         num_started = 0
 
         def started() -> None:
@@ -83,26 +89,40 @@ def stream_all(
         async with AsyncOpenAI(
             base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=200
         ) as client:
-            return await asyncio.gather(
-                *(stream(client, index, prompt, started, num_pieces) for index, prompt in enumerate(prompts))
-            )
+
+            async def text(index: int, prompt: str) -> str | None:
+                try:
+                    return await stream(client, index, prompt, started, num_pieces)
+                except breaks:
+                    return None
+
+            return await asyncio.gather(*(text(index, prompt) for index, prompt in enumerate(prompts)))
 
     return asyncio.run(run())
 
 
 def wait_whole(cluster: Cluster, *gone: int) -> None:
-    """Wait until both replicas serve, none of `gone` being one of their processes."""
+    """Wait until all processes serve, none of them being one of `gone`."""
 
     def is_whole() -> bool:
         try:
-            response = httpx.get(f"{cluster.url}/ready", timeout=5)
+            told = httpx.get(f"{cluster.url}/cluster", timeout=5).json()
         except httpx.TransportError:
             return False
+        ranks = {
+            f"dp{replica['dp_rank']} tp{rank['tp_rank']}"
+            for replica in told["replicas"]
+            for rank in replica["ranks"]
+        }
+        roles = {process["role"] for process in told["processes"]}
         pids = cluster.pids()
-        is_complete = ROLES <= {title.removeprefix("phalanx ") for title in pids} and not set(gone) & set(
-            pids.values()
+        is_complete = roles | ranks <= {title.removeprefix("phalanx ") for title in pids}
+        return (
+            bool(ranks)
+            and is_complete
+            and not set(gone) & set(pids.values())
+            and all(process["state"] == "ready" for process in told["processes"])
         )
-        return is_complete and response.status_code == 200 and response.json()["replicas_ready"] == 2
 
     wait_until(is_whole, timeout_s=BACK_S, what="the return of all processes")
 

@@ -1,13 +1,9 @@
-"""Faults inside real workers, at an exact moment: named in `executor.hooks`, so that every worker imports it.
+"""Faults inside real workers (faults.py): named in `executor.hooks`, so that every worker imports it.
 
-A test asks for one fault by a file in the folder for temporary files, which is the cluster's own; the rank that is
-meant takes the file away and does what it says, once. A token that kills whoever computes it needs no file.
+A token that kills whoever computes it needs to be asked for by nobody.
 """
 
-import json
 import os
-import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,24 +11,11 @@ from typing import Any
 from phalanx.workers.shm_group import ShmGroup
 from phalanx.workers.worker import Worker
 from phalanx.workers.worker_loop import WorkerLike
+from support.faults import EXIT_STATUS, perhaps_fail
 
 HOOK = "support.worker_faults:with_faults"
 POISON_TOKEN_ID = 509
 MOMENTS = ("prefill", "decode", "collective")
-ACTIONS = ("kill", "stop", "raise", "exit")
-EXIT_STATUS = 9
-
-
-def fault_file(folder: Path) -> Path:
-    """Where the fault that is asked for stands until it has happened."""
-    return folder / "fault.json"
-
-
-def ask_for_fault(folder: Path, *, role: str, moment: str, action: str) -> None:
-    """Have a worker ("dp0 tp1") do something at its next moment of this kind."""
-    half = folder / "half"
-    half.write_text(json.dumps({"role": role, "moment": moment, "action": action}))
-    half.replace(fault_file(folder))
 
 
 def with_faults(worker: WorkerLike, argument: None) -> None:
@@ -40,24 +23,8 @@ def with_faults(worker: WorkerLike, argument: None) -> None:
 
 
 def _perhaps(moment: str) -> None:
-    path = fault_file(Path(tempfile.gettempdir()))
-    try:
-        fault = json.loads(path.read_text())
-    except FileNotFoundError:
-        return
     role = Path("/proc/self/cmdline").read_text().rstrip("\0").removeprefix("phalanx ")
-    if (fault["role"], fault["moment"]) != (role, moment):
-        return
-    path.unlink()
-    match fault["action"]:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "raise":
-            raise RuntimeError("a planted fault")
-        case "exit":
-            os._exit(EXIT_STATUS)
+    perhaps_fail(role, moment)
 
 
 def _wrap_begin_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,6 +61,16 @@ def a_replay_is_sent_as_the_same_attempt() -> Any:
     return patch.object(ReplayLog, "lose", lose)
 
 
+def what_a_replica_aborts_has_ended() -> Any:
+    original = ReplayLog.accept
+
+    def accept(self: ReplayLog, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        with patch.object(self, "_is_stopping", True):
+            return original(self, outputs)
+
+    return patch.object(ReplayLog, "accept", accept)
+
+
 def an_aborted_request_stays_parked() -> Any:
     original = ReplayLog.forget
 
@@ -117,7 +127,7 @@ def a_replica_that_was_lost_and_is_back_counts_as_the_same() -> Any:
             else replica
             for replica in update.replicas
         ]
-        original(self, FleetUpdate(replicas=replicas))
+        original(self, msgspec.structs.replace(update, replicas=replicas))
 
     return patch.object(DpClient, "apply", apply)
 
@@ -193,6 +203,7 @@ BUGS: dict[str, Patch] = {
         outputs_of_older_attempts_are_taken,
         a_replay_begins_at_the_prompt,
         a_replay_is_sent_as_the_same_attempt,
+        what_a_replica_aborts_has_ended,
         an_aborted_request_stays_parked,
         every_suspect_of_a_second_loss_is_blamed,
         progress_does_not_clear_a_suspect,

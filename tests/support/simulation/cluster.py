@@ -127,6 +127,7 @@ class SimulatedSupervisor:
         child = self.children[role] = _ROLES[self._kinds[role]](self._cluster, role, epoch)
         if isinstance(child, SimulatedFrontEnd):
             self._lifeline = Link(self._cluster.world, f"lifeline {epoch}", child.apply, repeats=0.05)
+            self._lifeline.send(self._fleet_update())
         world = self._cluster.world
         name = sum(role.encode())
         ready_at = world.now + self._cluster.schedule.start_s * (0.5 + world.chance(name, epoch))
@@ -155,8 +156,10 @@ class SimulatedSupervisor:
         self._await_deadline()
 
     def _publish_fleet(self) -> None:
-        if self.state.child_state("api0") not in _STATES or self._lifeline is None:
-            return
+        if self.state.child_state("api0") in _STATES and self._lifeline is not None:
+            self._lifeline.send(self._fleet_update())
+
+    def _fleet_update(self) -> FleetUpdate:
         replicas = []
         for rank in range(self._num_replicas):
             epoch = self.state.epoch(f"dp{rank}")
@@ -164,7 +167,7 @@ class SimulatedSupervisor:
             replicas.append(
                 ReplicaInfo(dp_rank=rank, epoch=epoch, state=state, input_address=f"dp{rank}.{epoch}")
             )
-        self._lifeline.send(FleetUpdate(replicas=replicas))
+        return FleetUpdate(replicas=replicas, state=self.state.state)
 
 
 class SimulatedCluster:
@@ -234,6 +237,12 @@ class SimulatedCluster:
                     self._front_end().leave(record, name)
             case Kind.CRASH:
                 self.supervisor.children[event.role].die(-9)
+            case Kind.TERMINATE:
+                child = self.supervisor.children[event.role]
+                if child.is_ready and child.is_alive:
+                    child.terminate()
+                else:
+                    child.die(-15)
             case Kind.HALT:
                 child = self.supervisor.children[event.role]
                 assert isinstance(child, SimulatedEngineCore)

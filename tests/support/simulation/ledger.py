@@ -27,6 +27,7 @@ class Violation(AssertionError):
 class Record:
     """One request as its client sees it.
 
+    sent_at:  when it was sent last, or asked
     attempts: what each attempt that was sent had brought before and brought itself, in tokens
     is_late:  it came to a replica after its front end had died and the next one had said hello. It runs there to
               its end, and its outputs are nobody's
@@ -76,9 +77,12 @@ class Ledger:
         if record is not None and record.ended is None:
             record.end("left")
 
-    def refused(self, record: Record, *, num_ready: int) -> None:
-        if num_ready:
-            raise Violation(f"request {record.asked.number} was refused, with {num_ready} replicas ready")
+    def refused(self, record: Record, *, num_useful: int) -> None:
+        """num_useful: replicas that serve or will do so again, as far as the front end can know."""
+        if num_useful and not self.is_stopping:
+            raise Violation(
+                f"request {record.asked.number} was refused, with {num_useful} replicas to wait for"
+            )
         record.end("refused")
 
     def refused_as_poison(self, record: Record) -> None:
@@ -132,7 +136,8 @@ class Ledger:
             case FinishReason.ERROR:
                 has_waited = now - record.sent_at >= self._wait_s - _EPSILON
                 # One that may have killed its replica waits for its turn to be tried.
-                has_reason = none_ready_at >= now - self._wait_s - _EPSILON or record.attempts[-1][1] == 0
+                is_unclear = bool(record.attempts) and record.attempts[-1][1] == 0
+                has_reason = none_ready_at >= now - self._wait_s - _EPSILON or is_unclear
                 if not (has_waited and has_reason):
                     raise Violation(f"{name} ended with an error: {output.error}")
                 record.end("expired")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cluster.dp_client import DpClient
 from phalanx.cluster.errors import NoReplicaError
 from phalanx.cluster.load_table import LoadTable
-from phalanx.cluster.messages import FleetUpdate, FrontEndConnection, LoadSnapshot
+from phalanx.cluster.messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaState
 from phalanx.engine.core_io import ClientOutputs
 from phalanx.engine.core_proc import EngineCoreLoop
 from phalanx.engine.errors import PoisonousRequestError, ReplicaLostError
@@ -383,6 +383,7 @@ class SimulatedFrontEnd(SimulatedProcess):
         """A client asks."""
         record = self.cluster.ledger.ask(asked)
         record.incarnation = self.epoch
+        record.sent_at = self.cluster.world.now
         if self._is_draining:
             record.end("refused")
             return
@@ -401,7 +402,11 @@ class SimulatedFrontEnd(SimulatedProcess):
         except PoisonousRequestError:
             self.cluster.ledger.refused_as_poison(record)
         except NoReplicaError:
-            self.cluster.ledger.refused(record, num_ready=self.client.num_ready)
+            states = [(replica.state, replica.epoch) for replica in self.client.replicas.values()]
+            num_useful = sum(
+                state in (ReplicaState.READY, ReplicaState.LOST) or epoch > 0 for state, epoch in states
+            )
+            self.cluster.ledger.refused(record, num_useful=num_useful)
         else:
             self._open.add(request_id)
         self._settle()

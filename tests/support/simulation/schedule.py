@@ -15,6 +15,8 @@ class Kind(StrEnum):
     """The client of a request goes away."""
     CRASH = "crash"
     """A process dies."""
+    TERMINATE = "terminate"
+    """Somebody asks an engine core to leave, and tells nobody: it aborts what it has, and leaves."""
     HALT = "halt"
     """A worker of a replica dies: its engine core makes no step any more, and ends a little later."""
     STOP = "stop"
@@ -69,7 +71,8 @@ class Schedule:
     def is_undisturbed(self) -> bool:
         """True when replicas die of poison only, and the front end lives as long as the cluster."""
         return not any(
-            event.kind in (Kind.HALT, Kind.STOP) or (event.kind is Kind.CRASH and event.role != "coordinator")
+            event.kind in (Kind.HALT, Kind.TERMINATE, Kind.STOP)
+            or (event.kind is Kind.CRASH and event.role != "coordinator")
             for event in self.happenings
         )
 
@@ -116,7 +119,8 @@ def make_schedule(seed: int) -> Schedule:
             if luck < 0.5:
                 events.append(Happening(instant(), Kind.CRASH, rng.choice(roles)))
             elif luck < 0.75:
-                events.append(Happening(instant(), Kind.HALT, rng.choice(roles)))
+                kind = Kind.HALT if luck < 0.65 else Kind.TERMINATE
+                events.append(Happening(instant(), kind, rng.choice(roles)))
             else:
                 events.append(Happening(instant(), Kind.CRASH, "api0" if luck < 0.9 else "coordinator"))
     if rng.random() < 0.1:
