@@ -1,12 +1,12 @@
 """Many live streams on one cluster of two replicas of two ranks, and something that happens while they run."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from openai import APIConnectionError, AsyncOpenAI
 
 from support.children import wait_until
 from support.launch import TINY_MODEL, Cluster, running_cluster
@@ -15,8 +15,7 @@ NUM_STREAMS = 32
 MAX_TOKENS = 120
 BACK_S = 60.0
 """For a process to be back: a worker imports torch."""
-CUT_OFF = (APIConnectionError, httpx.TransportError)
-"""What a client sees when its API server is gone."""
+DONE = "data: [DONE]"
 ARGUMENTS = (str(TINY_MODEL), "--tp", "2", "--dp", "2", "--device", "cpu", "--served-model-name", "tiny")
 
 
@@ -35,31 +34,49 @@ def make_prompts() -> list[str]:
     return [" ".join(words[index * 23 : index * 23 + 20 + index]) for index in range(NUM_STREAMS)]
 
 
-async def stream(client: AsyncOpenAI, index: int, prompt: str, started: Callable[[], None], wait: int) -> str:
+class StreamFailed(Exception):
+    """The server ended a stream with an error."""
+
+
+async def stream(
+    client: httpx.AsyncClient, index: int, prompt: str, started: Callable[[], None], wait: int
+) -> str:
     # Every second one is drawn at random, from a seed of its own; every fourth has a stop string to look for; every
     # third is penalised for what it has said, and tells of each token.
     is_penalised = index % 3 == 0
-    chunks = await client.completions.create(
-        model="tiny",
-        prompt=prompt,
-        max_tokens=MAX_TOKENS,
-        temperature=0.8 if index % 2 else 0,
-        seed=index,
-        stop=["zzz never zzz"] if index % 4 == 0 else None,
-        frequency_penalty=0.8 if is_penalised else 0,
-        logprobs=1 if is_penalised else None,
-        stream=True,
-        extra_body={"ignore_eos": True, "bad_words": ["the"] if is_penalised else []},
-    )
-    texts, num_logprobs = [], 0
-    async for chunk in chunks:
-        if len(texts) == wait:
-            started()
-        texts.append(chunk.choices[0].text)
-        last = chunk.choices[0].finish_reason
-        if chunk.choices[0].logprobs is not None:
-            num_logprobs += len(chunk.choices[0].logprobs.token_logprobs or [])
-    assert last == "length"
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0.8 if index % 2 else 0,
+        "seed": index,
+        "stop": ["zzz never zzz"] if index % 4 == 0 else None,
+        "frequency_penalty": 0.8 if is_penalised else 0,
+        "logprobs": 1 if is_penalised else None,
+        "stream": True,
+        "ignore_eos": True,
+        "bad_words": ["the"] if is_penalised else [],
+    }
+    texts, num_logprobs, reason, is_done = [], 0, None, False
+    # By hand: a client library would need more of the processor than the cluster does.
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise StreamFailed((await response.aread()).decode())
+        async for line in response.aiter_lines():
+            is_done = is_done or line == DONE
+            if not line.startswith("data: ") or is_done:
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise StreamFailed(line)
+            if len(texts) == wait:
+                started()
+            (choice,) = chunk["choices"]
+            texts.append(choice["text"])
+            reason = choice["finish_reason"]
+            num_logprobs += len((choice.get("logprobs") or {}).get("token_logprobs") or [])
+    assert is_done
+    assert reason == "length"
     assert num_logprobs == (MAX_TOKENS if is_penalised else 0), "log-probabilities are missing, or came twice"
     return "".join(texts)
 
@@ -86,9 +103,8 @@ def stream_all(
             if num_started == NUM_STREAMS // 2:
                 strike()
 
-        async with AsyncOpenAI(
-            base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=200
-        ) as client:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=200, limits=limits) as client:
 
             async def text(index: int, prompt: str) -> str | None:
                 try:
@@ -104,9 +120,9 @@ def stream_all(
 def wait_whole(cluster: Cluster, *gone: int) -> None:
     """Wait until all processes serve, none of them being one of `gone`."""
 
-    def is_whole() -> bool:
+    def is_whole(client: httpx.Client) -> bool:
         try:
-            told = httpx.get(f"{cluster.url}/cluster", timeout=5).json()
+            told = client.get("/cluster").json()
         except httpx.TransportError:
             return False
         ranks = {
@@ -124,7 +140,10 @@ def wait_whole(cluster: Cluster, *gone: int) -> None:
             and all(process["state"] == "ready" for process in told["processes"])
         )
 
-    wait_until(is_whole, timeout_s=BACK_S, what="the return of all processes")
+    # One client for all looks: making one takes the processor from those that are waited for.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=cluster.url, timeout=5, limits=limits) as client:
+        wait_until(lambda: is_whole(client), timeout_s=BACK_S, what="the return of all processes")
 
 
 def counters(cluster: Cluster) -> dict[str, float]:
