@@ -19,7 +19,14 @@ import zmq.asyncio
 
 from ..engine.core_client import CoreSockets
 from ..engine.errors import PoisonousRequestError, ReplicaLostError
-from ..engine.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, EngineStats, FollowPrefixes
+from ..engine.messages import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineStats,
+    FollowPrefixes,
+    StepOutputs,
+)
 from ..shm.sockets import connect_sub
 from .errors import NoReplicaError
 from .front_end_board import FrontEndBoard
@@ -76,7 +83,7 @@ class DpClient:
         self._sockets: CoreSockets | None = None
         self._context: zmq.asyncio.Context | None = None
         self._snapshot_task: asyncio.Task[None] | None = None
-        self._receive_task: asyncio.Task[list[EngineCoreOutput]] | None = None
+        self._receive_task: asyncio.Task[StepOutputs] | None = None
 
     @property
     def replicas(self) -> Mapping[int, ReplicaInfo]:
@@ -214,7 +221,7 @@ class DpClient:
                 self._sockets.send(dp_rank, AbortRequests(request_ids=ids))
         self._send_lost_requests()
 
-    async def get_outputs(self) -> list[EngineCoreOutput]:
+    async def get_outputs(self) -> StepOutputs:
         """Wait for the next outputs of any replica."""
         if self._receive_task is None:
             self._receive_task = asyncio.create_task(self._receive(), name="engine outputs")
@@ -226,7 +233,7 @@ class DpClient:
         if self._own_outputs:
             outputs, self._own_outputs = self._own_outputs, []
             self._has_own_outputs.clear()
-            return outputs
+            return StepOutputs(others=outputs)
         task, self._receive_task = self._receive_task, None
         return await task
 
@@ -282,7 +289,7 @@ class DpClient:
         with contextlib.suppress(ReplicaLostError):
             self._sockets.send(dp_rank, request)
 
-    async def _receive(self) -> list[EngineCoreOutput]:
+    async def _receive(self) -> StepOutputs:
         assert self._sockets is not None
         received = await self._sockets.recv()
         outputs = self._replay.accept(received.outputs)

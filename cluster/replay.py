@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ..engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, StepOutputs
 from .front_end_board import FrontEndBoard
 
 MAX_FINGERPRINTS = 1024
@@ -137,10 +137,20 @@ class ReplayLog:
         equals = [name for name in self._parked if _fingerprint(self._entries[name].request) in known]
         return [self._end(name, FinishReason.ERROR, _POISONOUS, is_poisonous=True) for name in equals]
 
-    def accept(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Take what engine cores sent; return what is news, in order. Outputs of an older attempt are dropped."""
-        news = []
-        for output in outputs:
+    def accept(self, outputs: StepOutputs) -> StepOutputs:
+        """Take what an engine core sent; return what is news. Outputs of an older attempt are dropped."""
+        news = StepOutputs()
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            entry = self._entries.get(request_id)
+            if entry is None or entry.attempt != 0 or entry.dp_rank is None:
+                self._num_stale += 1
+                continue
+            entry.output_token_ids.append(token_id)
+            if not entry.made_progress:
+                self._clear(request_id, entry)
+            news.request_ids.append(request_id)
+            news.token_ids.append(token_id)
+        for output in outputs.others:
             entry = self._entries.get(output.request_id)
             if entry is None or output.attempt != entry.attempt or entry.dp_rank is None:
                 self._num_stale += 1
@@ -162,7 +172,7 @@ class ReplayLog:
                 if not entry.made_progress:
                     self._set_unclear(entry.dp_rank, self._num_unclear[entry.dp_rank] - 1)
                 self._remove(output.request_id)
-            news.append(output)
+            news.others.append(output)
         return news
 
     def move_away(self, dp_rank: int, now: float) -> list[str]:

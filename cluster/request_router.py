@@ -7,13 +7,13 @@ may, in one replica or in all, the next one is told when to come back.
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ..engine.errors import InvalidRequestError, QueueFullError
-from ..engine.messages import EngineCoreOutput, EngineCoreRequest, EngineStats
+from ..engine.messages import EngineCoreRequest, EngineStats, StepOutputs
 from ..engine.prefix_log import PrefixDelta, block_keys
 from .errors import NoReplicaError
 from .front_end_board import FrontEndBoard
@@ -133,19 +133,13 @@ class RequestRouter:
         if is_full or (limit is not None and num_waiting_here >= limit):
             raise QueueFullError(1.0)
 
-    def observe(self, outputs: Iterable[EngineCoreOutput], now: float) -> None:
+    def observe(self, outputs: StepOutputs, now: float) -> None:
         """Take note of outputs of our requests; unknown ones are ignored."""
-        for output in outputs:
-            routed = self._routed.get(output.request_id)
-            if routed is None:
-                continue
-            if output.new_token_ids:
-                if routed.num_output_tokens == 0:
-                    self._book.first_token(output.request_id, now)
-                    self._settle(routed)
-                    self._tell_others(routed.dp_rank)
-                routed.num_output_tokens += len(output.new_token_ids)
-            if output.finish_reason is not None:
+        for request_id in outputs.request_ids:
+            self._count_tokens(request_id, 1, now)
+        for output in outputs.others:
+            self._count_tokens(output.request_id, len(output.new_token_ids), now)
+            if output.finish_reason is not None and (routed := self._routed.get(output.request_id)):
                 self._end(output.request_id, now, routed.num_output_tokens)
 
     def drop(self, request_id: str, now: float) -> None:
@@ -245,6 +239,16 @@ class RequestRouter:
         """Say on the board what the other front ends must add to the reports of a replica."""
         if not self._board.is_alone:
             self._board.set_unreported(dp_rank, self._book.unreported(dp_rank))
+
+    def _count_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
+        routed = self._routed.get(request_id)
+        if routed is None or num_tokens == 0:
+            return
+        if routed.num_output_tokens == 0:
+            self._book.first_token(request_id, now)
+            self._settle(routed)
+            self._tell_others(routed.dp_rank)
+        routed.num_output_tokens += num_tokens
 
     def _settle(self, routed: _Routed) -> None:
         self._index.settle(routed.dp_rank, routed.keys)

@@ -8,6 +8,7 @@ from typing import assert_never
 from ..workers.hooks import HookOutcome
 from .core import EngineCore, OutputsByClient
 from .core_control import ControlKind, CoreControl, CoreControlDone
+from .messages import StepOutputs
 
 
 def carry_out(core: EngineCore, control: CoreControl) -> tuple[CoreControlDone, OutputsByClient]:
@@ -40,7 +41,8 @@ def _end_all(core: EngineCore) -> OutputsByClient:
     outputs = core.abort_all()
     while core.has_work:
         for client_index, more in core.step().items():
-            outputs.setdefault(client_index, []).extend(more)
+            # No request is left that could get a token.
+            outputs.setdefault(client_index, StepOutputs()).others.extend(more.others)
     core.reset_prefix_cache()
     return outputs
 

@@ -13,7 +13,7 @@ worker dies, `step` raises the executor's ProcessError; the replica is over then
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from .grammar.compiler_pool import Compiled, CompilerPool
 from .grammar.llguidance_backend import LLGuidanceCompiler
 from .kv_cache_manager import KVCacheManager
 from .kv_events import KVEventBatch, KVEventLog
-from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason
+from .messages import EngineCoreOutput, EngineCoreRequest, EngineStats, FinishReason, StepOutputs
 from .prefix_log import PrefixDelta, PrefixLog
 from .scheduler import Scheduler
 from .tokenizer import load_tokenizer
@@ -41,7 +41,7 @@ T = TypeVar("T")
 NUM_KEPT_KV_BATCHES = 1000
 """For followers that have missed some: the batches of about the last half minute of decoding."""
 
-OutputsByClient = dict[int, list[EngineCoreOutput]]
+OutputsByClient = dict[int, StepOutputs]
 """What one step made, by client_index."""
 
 
@@ -106,7 +106,9 @@ class EngineCore:
                 self.report.max_model_len,
             )
         self._clients: dict[str, int] = {}
-        self._pending: OutputsByClient = {}
+        # Every front end that ever asked for something.
+        self._client_indices: set[int] = set()
+        self._pending: defaultdict[int, StepOutputs] = defaultdict(StepOutputs)
         self._num_reports = 0
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -144,6 +146,7 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Take a request. One that is refused gets its output from the next `step`."""
+        self._client_indices.add(request.client_index)
         output = self._scheduler.add_request(request)
         if output is None:
             # Not always this request: one that is known already stays as it is.
@@ -156,7 +159,7 @@ class EngineCore:
         else:
             if self._scheduler.get_request(request.request_id) is None:
                 self._clients.pop(request.request_id, None)
-            self._pending.setdefault(request.client_index, []).append(output)
+            self._pending[request.client_index].others.append(output)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests at once; nothing is answered. Unknown ids are ignored."""
@@ -174,14 +177,14 @@ class EngineCore:
 
     def abort_all(self) -> OutputsByClient:
         """End all requests with finish_reason ABORT; returns these outputs. For a stop."""
-        outputs, self._pending = self._pending, {}
+        outputs = self._take_pending()
         for request_id in self._scheduler.get_request_ids():
             request = self._scheduler.get_request(request_id)
             assert request is not None
             output = EngineCoreOutput(
                 request_id=request_id, attempt=request.attempt, finish_reason=FinishReason.ABORT
             )
-            outputs.setdefault(request.client_index, []).append(output)
+            outputs.setdefault(request.client_index, StepOutputs()).others.append(output)
             self.abort_requests([request_id])
         return outputs
 
@@ -217,8 +220,7 @@ class EngineCore:
             self._give(self._scheduler.update_from_output(scheduled, result))
             self._submit_masks()
         self._is_lost = False
-        outputs, self._pending = self._pending, {}
-        return outputs
+        return self._take_pending()
 
     def take_grammars(self, timeout_s: float = 0.0) -> None:
         """Let requests go on whose grammar is ready; wait at most `timeout_s` for the first.
@@ -238,12 +240,12 @@ class EngineCore:
                 refused = self._scheduler.refuse_request(
                     compiled.request_id, compiled.error, is_full=compiled.is_overload
                 )
-                self._give([refused])
+                self._give_others([refused])
                 continue
             matcher = compiled.grammar.new_matcher(request.end_token_ids)
             output = self._scheduler.set_matcher(compiled.request_id, matcher)
             if output is not None:
-                self._give([output])
+                self._give_others([output])
 
     def _submit(self) -> None:
         """Submit steps until there are as many in flight as may be."""
@@ -266,19 +268,36 @@ class EngineCore:
         """End requests whose deadline has passed, and those whose grammar takes too long."""
         deadline_at = self.next_deadline_at
         if deadline_at is not None and (now := self._clock()) >= deadline_at:
-            self._give(self._scheduler.expire(now))
+            self._give_others(self._scheduler.expire(now))
             self._resolve(self._compilers.give_up_late(now))
 
-    def _give(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Put outputs where their clients get them from the next `step`."""
+    def _give(self, outputs: StepOutputs) -> None:
+        """Put what a step made where the clients get it from the next `step`."""
+        clients, pending = self._clients, self._pending
+        # One front end is what most replicas have: nobody need be looked up.
+        if len(self._client_indices) == 1 and outputs.request_ids:
+            [client_index] = self._client_indices
+            pending[client_index].request_ids.extend(outputs.request_ids)
+            pending[client_index].token_ids.extend(outputs.token_ids)
+        else:
+            for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+                of_client = pending[clients[request_id]]
+                of_client.request_ids.append(request_id)
+                of_client.token_ids.append(token_id)
+        self._give_others(outputs.others)
+
+    def _give_others(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """As `_give`, for outputs that say more than a token."""
         clients, pending = self._clients, self._pending
         for output in outputs:
             request_id = output.request_id
             client_index = clients[request_id] if output.finish_reason is None else clients.pop(request_id)
-            if client_index in pending:
-                pending[client_index].append(output)
-            else:
-                pending[client_index] = [output]
+            pending[client_index].others.append(output)
+
+    def _take_pending(self) -> OutputsByClient:
+        outputs = dict(self._pending)
+        self._pending.clear()
+        return outputs
 
     def collective_rpc(
         self,

@@ -35,10 +35,10 @@ from .messages import (
     AbortRequests,
     ClientHello,
     ClientMessage,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
+    StepOutputs,
 )
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class CoreClient(Protocol):
         """Have requests forgotten; unknown ids are ignored, nothing is answered."""
         ...
 
-    async def get_outputs(self) -> list[EngineCoreOutput]:
+    async def get_outputs(self) -> StepOutputs:
         """Wait for the next outputs. Raises ReplicaLostError when none will come any more."""
         ...
 
@@ -264,7 +264,7 @@ class ProcessCoreClient:
         assert self._sockets is not None
         return await self._sockets.reset_prefix_cache(0)
 
-    async def get_outputs(self) -> list[EngineCoreOutput]:
+    async def get_outputs(self) -> StepOutputs:
         """Wait for the next outputs. Raises ReplicaLostError when the engine core is gone."""
         assert self._sockets is not None
         assert self._lost is not None
@@ -338,7 +338,7 @@ class InprocCoreClient:
         """Forget all cached prefixes. False, and nothing done, while any request holds blocks."""
         return self._core.reset_prefix_cache()
 
-    def get_outputs(self) -> list[EngineCoreOutput]:
+    def get_outputs(self) -> StepOutputs:
         """Compute one step and return its outputs. Raises ReplicaLostError when a worker died.
 
         Where all requests wait for their grammars: wait a moment for one, and return what there is.
@@ -350,7 +350,8 @@ class InprocCoreClient:
             outputs = self._core.step()
         except ProcessError as error:
             raise ReplicaLostError(f"the engine was lost: {error}") from error
-        return [output for client_outputs in outputs.values() for output in client_outputs]
+        # There is one client, whose index is that of all requests.
+        return next(iter(outputs.values()), StepOutputs())
 
     def collective_rpc(
         self,

@@ -107,7 +107,7 @@ ClientMessage = EngineCoreRequest | AbortRequests | ClientHello | ResetPrefixCac
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step made for one request.
+    """What there is to say of one request after a step: its new tokens, its end, or both.
 
     stop_reason:       the stop token that ended it, when it was one of the client's
     num_cached_tokens: prompt tokens found in the prefix cache at first admission; sent with the first output
@@ -135,6 +135,22 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     prompt_logprobs: LogprobTable | None = None
 
 
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step made: for one front end, or for all of them.
+
+    request_ids, token_ids: parallel: the requests that got one token, and of which there is nothing else to say.
+                            Nearly all, so they cost a step two entries of lists, and no object. All are in their first
+                            attempt (0) and go on
+    others:                 all that is to be said of other requests
+
+    No request stands in both, so the two may be read in any order.
+    """
+
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    others: list[EngineCoreOutput] = []
+
+
 class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True):
     """is_reset: False when requests hold blocks: nothing was forgotten then."""
 
@@ -147,7 +163,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     dp_rank: int
     epoch: int
-    outputs: list[EngineCoreOutput] = []
+    outputs: StepOutputs = StepOutputs()
     reset: PrefixCacheReset | None = None
     prefix_delta: PrefixDelta | None = None
 

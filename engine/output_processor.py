@@ -1,4 +1,4 @@
-"""From `EngineCoreOutput` to `RequestOutput`: text, stop strings, streams and latencies.
+"""From `StepOutputs` to `RequestOutput`: text, stop strings, streams and latencies.
 
 Called by: `LLM` (one thread) and `AsyncLLM` (its event loop). Owner of every request's state in the front end.
 Invariants: outputs of an older attempt, and of requests that are gone, are dropped; after a finished output a
@@ -22,7 +22,7 @@ from .errors import (
 )
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobReader, PositionLogprobs, read_prompt
-from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, StepOutputs
 from .outputs import CompletionOutput, OutputKind, RequestOutput, RequestTimes, merge_deltas
 from .parallel_sampling import SampleGroup, fan_out
 from .token_text import TokenTexts
@@ -70,7 +70,7 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedOutputs:
-    """What a batch of engine outputs came to.
+    """What the outputs of a step came to.
 
     outputs:           of requests without a stream
     errors:            of requests without a stream, by request_id
@@ -154,11 +154,15 @@ class OutputProcessor:
         self._states.clear()
         self._groups.clear()
 
-    def process(self, core_outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+    def process(self, core_outputs: StepOutputs) -> ProcessedOutputs:
         """Take what the engine made; streams get theirs at once."""
         result = ProcessedOutputs()
         now = self._clock()
-        for core_output in core_outputs:
+        for request_id, token_id in zip(core_outputs.request_ids, core_outputs.token_ids, strict=True):
+            state = self._states.get(request_id)
+            if state is not None and state.request.attempt == 0:
+                self._give(state, state.add_token(token_id, now), result, ends_here=True)
+        for core_output in core_outputs.others:
             request_id = core_output.request_id
             state = self._states.get(request_id)
             if state is None or core_output.attempt != state.request.attempt:
@@ -175,21 +179,32 @@ class OutputProcessor:
                     state.stream.fail(error)
                 continue
             output = state.update(core_output, now)
-            if state.finish_reason is not None:
-                del self._states[request_id]
-                if core_output.finish_reason is None:
-                    result.abort_request_ids.append(request_id)
-            if output is None:
-                continue
-            if state.group is not None:
-                output = state.group.combine(state.index, output)
-                if output.finished:
-                    del self._groups[output.request_id]
-            if state.stream is not None:
-                state.stream.put(output)
-            elif output.finished:
-                result.outputs.append(output)
+            self._give(state, output, result, ends_here=core_output.finish_reason is None)
         return result
+
+    def _give(
+        self,
+        state: "_RequestState",
+        output: RequestOutput | None,
+        result: ProcessedOutputs,
+        *,
+        ends_here: bool,
+    ) -> None:
+        """Hand an output to its reader. ends_here: when it is the last one, the engine does not know."""
+        if state.finish_reason is not None:
+            del self._states[state.request.request_id]
+            if ends_here:
+                result.abort_request_ids.append(state.request.request_id)
+        if output is None:
+            return
+        if state.group is not None:
+            output = state.group.combine(state.index, output)
+            if output.finished:
+                del self._groups[output.request_id]
+        if state.stream is not None:
+            state.stream.put(output)
+        elif output.finished:
+            result.outputs.append(output)
 
 
 class _RequestState:
@@ -237,6 +252,17 @@ class _RequestState:
                 min_tokens=params.min_tokens,
                 skip_special_tokens=params.skip_special_tokens,
             )
+
+    def add_token(self, token_id: int, now: float) -> RequestOutput | None:
+        """Take one token that is not the last one for the engine. As `update`, when there is no more to take."""
+        if self._first_token_at is None:
+            self._first_token_at = now
+        self._token_ids.append(token_id)
+        if self._detokenizer is not None and (stop := self._detokenizer.add(token_id)) is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, stop
+        if self.finish_reason is None and self.stream is None:
+            return None
+        return self._make_output(now)
 
     def update(self, core_output: EngineCoreOutput, now: float) -> RequestOutput | None:
         """Take new tokens. Returns what the reader gets: always something for streams, else only at the end."""

@@ -51,6 +51,8 @@ class Request:
     num_computed_tokens: tokens whose KV is in the cache, or is computed by a step that was scheduled
     num_slots:           tokens that its blocks have room for; written by the KVCacheManager
     num_cached_tokens:   prompt tokens that the prefix cache gave at first admission; None before it
+    has_begun:           its first output was made, which tells of its cached tokens
+    is_plain:            it has begun, and until it ends there is nothing to say of it but its tokens
     max_num_tokens:      prompt and output tokens at which the request ends, whatever they are
     end_token_ids:       tokens that may end it: the model's own and the client's
     extra_keys:          what its blocks depend on beside the tokens
@@ -68,7 +70,8 @@ class Request:
         "end_token_ids",
         "extra_keys",
         "group_id",
-        "has_reported_cached_tokens",
+        "has_begun",
+        "is_plain",
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
@@ -97,7 +100,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_slots = 0
         self.num_cached_tokens: int | None = None
-        self.has_reported_cached_tokens = False
+        self.has_begun = False
+        self.is_plain = False
         self.max_num_tokens = max_model_len
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
@@ -148,6 +152,13 @@ class Request:
     def has_allowed_tokens(self) -> bool:
         """True when the client named the only tokens that may come."""
         return self.core_request.sampling_params.allowed_token_ids is not None
+
+    def begin_output(self) -> None:
+        """Note that the first output is being made."""
+        self.has_begun = True
+        self.is_plain = (
+            self.attempt == 0 and self.matcher is None and self.core_request.sampling_params.logprobs is None
+        )
 
     def reject(self, token_id: int) -> str | None:
         """Move the grammar on by a sampled token. Returns what is wrong with the request when it cannot go on."""

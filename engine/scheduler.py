@@ -27,7 +27,7 @@ from ..workers.messages import GrammarMasks, ModelRunnerOutput, SchedulerOutput
 from .config import SchedulerConfig
 from .grammar.backend import Matcher
 from .kv_cache_manager import KVCacheManager
-from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, StepOutputs
 from .request import Request, RequestStatus
 from .request_book import RequestBook
 from .scheduler_outputs import describe_rows, fill_grammar_masks, make_output, refuse
@@ -203,18 +203,15 @@ class Scheduler:
         """Say what may come next in the oldest step in flight. To be asked as soon as it is the oldest."""
         return fill_grammar_masks(*self._in_flight[0], self._vocab_size)
 
-    def update_from_output(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
-    ) -> list[EngineCoreOutput]:
-        """Take over what the oldest step in flight sampled. Returns the outputs of the requests that got a token."""
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepOutputs:
+        """Take over what the oldest step in flight sampled. Returns what there is to say of those that got a token."""
         step, sampling = self._in_flight.popleft()
         assert output.step == scheduled.step == step, "the result of another step"
         assert len(output.sampled_token_ids) == len(sampling), "scheduler and workers disagree on who samples"
-        outputs = []
+        outputs = StepOutputs()
         # Looked up once: this loop, and that of `_schedule_running`, are what a step costs for each request.
         finished = RequestStatus.FINISHED
-        has_logprobs = bool(output.logprobs)
-        num_tokens = 0
+        request_ids, token_ids = outputs.request_ids, outputs.token_ids
         for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
             # Ended while the step was in flight: stopped, aborted, expired, or replaced by a newer attempt.
             if request.status is finished:
@@ -223,23 +220,20 @@ class Scheduler:
             request.num_placeholders -= 1
             if request.matcher is not None and (error := request.reject(token_id)):
                 self._book.finish(request)
-                outputs.append(refuse(request.core_request, error, is_invalid=request.has_allowed_tokens))
+                refused = refuse(request.core_request, error, is_invalid=request.has_allowed_tokens)
+                outputs.others.append(refused)
                 continue
             stop = request.append_output_token(token_id)
-            num_tokens += 1
-            if stop is None and request.has_reported_cached_tokens and not has_logprobs:
-                # Nothing to say but the token, as nearly always: `make_output` without its questions.
-                outputs.append(
-                    EngineCoreOutput(
-                        request_id=request.request_id, attempt=request.attempt, new_token_ids=[token_id]
-                    )
-                )
+            if stop is None and request.is_plain:
+                request_ids.append(request.request_id)
+                token_ids.append(token_id)
                 continue
-            outputs.append(make_output(request, new_token_ids=[token_id], stop=stop, sampled=output))
+            outputs.others.append(make_output(request, new_token_ids=[token_id], stop=stop, sampled=output))
             if stop is not None:
                 self._kv.publish(request)
                 self._book.finish(request)
-        self._num_output_tokens_total += num_tokens
+        num_more = sum(len(other.new_token_ids) for other in outputs.others)
+        self._num_output_tokens_total += len(token_ids) + num_more
         return outputs
 
     def reset_prefix_cache(self) -> bool:

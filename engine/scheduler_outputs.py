@@ -32,7 +32,7 @@ def make_output(
     sampled: of the step that made the new tokens, with their log-probabilities
     """
     logprobs = sampled.logprobs.get(request.request_id) if sampled and sampled.logprobs else None
-    if request.has_reported_cached_tokens and stop is None and finish_reason is None:
+    if request.has_begun and stop is None and finish_reason is None:
         return EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -41,8 +41,8 @@ def make_output(
         )
     prompt_logprobs = sampled.prompt_logprobs.get(request.request_id) if sampled else None
     num_cached_tokens = 0
-    if not request.has_reported_cached_tokens:
-        request.has_reported_cached_tokens = True
+    if not request.has_begun:
+        request.begin_output()
         num_cached_tokens = request.num_cached_tokens or 0
     return EngineCoreOutput(
         request_id=request.request_id,

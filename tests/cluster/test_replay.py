@@ -12,6 +12,7 @@ from phalanx.cluster.replay import ReplayLog
 from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from phalanx.shm.number_table import NumberTable
 from phalanx.workers.sampling_params import SamplingParams
+from support.step_outputs import pack, write_out
 
 
 def make_request(name: str = "a", prompt: tuple[int, ...] = (1, 2, 3)) -> EngineCoreRequest:
@@ -36,6 +37,11 @@ def tokens(name: str, *ids: int, attempt: int = 0, last: bool = False, cached: i
     )
 
 
+def accept(log: ReplayLog, *outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
+    """Take what one step made, said as an engine core says it."""
+    return write_out(log.accept(pack(outputs)))
+
+
 @pytest.fixture
 def log() -> ReplayLog:
     return ReplayLog(wait_s=30.0)
@@ -43,7 +49,8 @@ def log() -> ReplayLog:
 
 def test_a_lost_request_continues_from_all_tokens_received(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
-    log.accept([tokens("a", 5), tokens("a", 6)])
+    accept(log, tokens("a", 5))
+    accept(log, tokens("a", 6))
 
     assert log.lose(0, now=1.0) == []
 
@@ -55,11 +62,11 @@ def test_a_lost_request_continues_from_all_tokens_received(log: ReplayLog) -> No
 def test_outputs_of_the_lost_attempt_are_dropped(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
     log.lose(0, now=1.0)
-    assert log.accept([tokens("a", 5)]) == []
+    assert accept(log, tokens("a", 5)) == []
     log.replayed("a", 1)
 
-    assert log.accept([tokens("a", 5, attempt=0)]) == []
-    assert log.accept([tokens("a", 5, attempt=1)]) == [tokens("a", 5, attempt=0)]
+    assert accept(log, tokens("a", 5, attempt=0)) == []
+    assert accept(log, tokens("a", 5, attempt=1)) == [tokens("a", 5, attempt=0)]
     assert log.stats().num_stale_outputs == 2
 
 
@@ -75,10 +82,10 @@ def test_other_replicas_requests_are_left_alone(log: ReplayLog) -> None:
 
 def test_cached_tokens_are_those_of_the_first_admission(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
-    (first,) = log.accept([tokens("a", 5, cached=2)])
+    (first,) = accept(log, tokens("a", 5, cached=2))
     log.lose(0, now=1.0)
     log.replayed("a", 1)
-    (second,) = log.accept([tokens("a", 6, attempt=1, cached=3)])
+    (second,) = accept(log, tokens("a", 6, attempt=1, cached=3))
 
     assert (first.num_cached_tokens, second.num_cached_tokens) == (2, 0)
 
@@ -181,7 +188,7 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_blamed_and_remembered(log
 def test_a_newcomer_is_not_blamed_for_what_dies_beside_it(log: ReplayLog) -> None:
     # Poison that had made tokens before is a suspect for the first time when the innocent is for the second.
     log.admit(make_request("poison"), 0)
-    log.accept([tokens("poison", 5)])
+    accept(log, tokens("poison", 5))
     log.admit(make_request("innocent", prompt=(9,)), 0)
     assert lose_and_replay(log, 0) == []
 
@@ -214,7 +221,7 @@ def test_a_trial_that_is_never_undisturbed_ends_all_the_same(log: ReplayLog) -> 
         else:
             for name, entry in list(log._entries.items()):
                 if entry.dp_rank == 0:
-                    log.accept([tokens(name, 5, attempt=entry.attempt)])
+                    accept(log, tokens(name, 5, attempt=entry.attempt))
         if ended:
             break
         for request in log.replayable():
@@ -240,7 +247,7 @@ def test_a_request_that_makes_progress_is_never_blamed(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
 
     for attempt in range(9):
-        log.accept([tokens("a", attempt, attempt=attempt)])
+        accept(log, tokens("a", attempt, attempt=attempt))
         assert lose_and_replay(log, 0) == []
 
 
@@ -261,7 +268,7 @@ def test_the_guilty_one_of_many_is_found_and_the_others_go_on(log: ReplayLog) ->
         if name == "poison":
             ended += lose_and_replay(log, 0)
         else:
-            log.accept([tokens(name, 9, attempt=log._entries[name].attempt, last=True)])
+            accept(log, tokens(name, 9, attempt=log._entries[name].attempt, last=True))
             survivors.append(name)
             for request in log.replayable():
                 log.replayed(request.request_id, 0)
@@ -286,10 +293,11 @@ def test_every_token_arrives_exactly_once_whatever_is_lost(seed: int) -> None:
         running[dp_rank][request.request_id] = (request.attempt, len(request.output_token_ids))
 
     def deliver(outputs: list[EngineCoreOutput]) -> None:
-        for output in log.accept(outputs):
-            received[output.request_id] += output.new_token_ids
-            if output.finish_reason is FinishReason.LENGTH:
-                finished.add(output.request_id)
+        for sent in outputs:
+            for output in accept(log, sent):
+                received[output.request_id] += output.new_token_ids
+                if output.finish_reason is FinishReason.LENGTH:
+                    finished.add(output.request_id)
 
     for name in length:
         rank = rng.randrange(2)
@@ -333,7 +341,7 @@ def test_requests_that_are_moved_away_are_suspected_of_nothing(log: ReplayLog) -
     log.admit(make_request("a"), 0)
     log.admit(make_request("b", (4, 5)), 0)
     log.admit(make_request("c", (6,)), 1)
-    log.accept([tokens("a", 5)])
+    accept(log, tokens("a", 5))
 
     for attempt in (1, 2, 3):
         assert log.move_away(0, now=1.0) == ["a", "b"]
@@ -345,7 +353,7 @@ def test_requests_that_are_moved_away_are_suspected_of_nothing(log: ReplayLog) -
             log.replayed(name, 0)
 
     # What the old place still says is no news, and no request ends by it.
-    assert log.accept([tokens("a", 6, attempt=2, last=True)]) == []
+    assert accept(log, tokens("a", 6, attempt=2, last=True)) == []
     assert log.num_unfinished(0) == 2
     assert not log.is_blamed(make_request("b", (4, 5)))
 
@@ -387,7 +395,7 @@ def test_nobody_is_blamed_for_the_poison_of_another_front_end(is_innocent_first:
         # Whoever is there without the poison makes a token.
         if innocent.num_unfinished(0) and not guilty.num_unfinished(0):
             assert guilty.awaits_trial_elsewhere
-            assert innocent.accept([tokens("innocent", 5, attempt=num_losses)])
+            assert accept(innocent, tokens("innocent", 5, attempt=num_losses))
             for request in guilty.replayable():
                 guilty.replayed(request.request_id, 0)
         assert num_losses < 6
@@ -402,7 +410,7 @@ def test_nobody_is_blamed_for_the_poison_of_another_front_end(is_innocent_first:
 def test_a_request_that_is_alone_among_several_front_ends_is_blamed_as_soon_as_with_one() -> None:
     logs = two_logs()
     logs[1].admit(make_request("done", prompt=(9,)), 0)
-    logs[1].accept([tokens("done", 5, last=True)])
+    accept(logs[1], tokens("done", 5, last=True))
     logs[0].admit(make_request("poison"), 0)
 
     assert lose_everywhere(logs, 1) == [[], []]

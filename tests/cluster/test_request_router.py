@@ -10,7 +10,13 @@ from phalanx.cluster.front_end_board import NUM_COLUMNS, FrontEndBoard
 from phalanx.cluster.request_router import RequestRouter
 from phalanx.cluster.routing import RoutingOptions, RoutingPolicy, RoutingReason
 from phalanx.engine.errors import InvalidRequestError, QueueFullError
-from phalanx.engine.messages import AdmittedMark, EngineCoreOutput, EngineCoreRequest, FinishReason
+from phalanx.engine.messages import (
+    AdmittedMark,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    StepOutputs,
+)
 from phalanx.engine.prefix_log import PrefixDelta, block_keys
 from phalanx.shm.number_table import NumberTable
 from support.cluster import make_stats
@@ -55,7 +61,8 @@ def test_a_prompt_under_way_counts_as_held_until_its_first_token() -> None:
     second, _ = router.route(request("r1", block_hashes=same), [first.dp_rank], 0.0)
     assert second.num_expected_cached_tokens == 8
 
-    router.observe([EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in ("r0", "r1")], 1.0)
+    first_token = EngineCoreOutput(request_id="r0", new_token_ids=[1], num_cached_tokens=1)
+    router.observe(StepOutputs(request_ids=["r1"], token_ids=[1], others=[first_token]), 1.0)
     third, _ = router.route(request("r2", block_hashes=same), [first.dp_rank], 0.0)
     # It never told that it holds them.
     assert third.num_expected_cached_tokens == 0
@@ -135,10 +142,10 @@ def test_when_all_requests_are_over_no_book_holds_anything(events: list[str]) ->
             open_names.append(name)
             where[name] = decision.dp_rank
         elif event == "token" and open_names:
-            router.observe([EngineCoreOutput(request_id=open_names[0], new_token_ids=[1])], float(count))
+            router.observe(StepOutputs(request_ids=open_names[:1], token_ids=[1]), float(count))
         elif event == "end" and open_names:
             output = EngineCoreOutput(request_id=open_names.pop(0), finish_reason=FinishReason.STOP)
-            router.observe([output], float(count))
+            router.observe(StepOutputs(others=[output]), float(count))
         elif event == "drop" and open_names:
             router.drop(open_names.pop(), float(count))
         elif event == "lose" and ready:

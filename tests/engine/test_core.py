@@ -14,6 +14,7 @@ from phalanx.workers.sampling_params import StructuredOutputs
 from phalanx.workers.sleep import SleepLevel
 from support.engine import make_engine_config, make_report, make_request, simulate
 from support.engine_children import POISON_STEP, FakeExecutor
+from support.step_outputs import write_out
 
 
 def make_core(*, num_blocks=64, **scheduler):
@@ -25,7 +26,7 @@ def run(core):
     outputs = {}
     while core.has_work:
         for client_index, client_outputs in core.step().items():
-            outputs.setdefault(client_index, []).extend(client_outputs)
+            outputs.setdefault(client_index, []).extend(write_out(client_outputs))
     return outputs
 
 
@@ -51,7 +52,7 @@ def test_a_refused_request_is_answered_by_the_next_step():
 
     outputs = core.step()
 
-    assert [output.request_id for output in outputs[3]] == ["b"]
+    assert [output.request_id for output in outputs[3].others] == ["b"]
     assert executor.num_steps == 0
     assert not core.has_work
 
@@ -76,7 +77,7 @@ def test_a_stop_ends_every_request_with_an_output():
 
     outputs = core.abort_all()
 
-    assert [(output.request_id, output.finish_reason) for output in outputs[0]] == [
+    assert [(output.request_id, output.finish_reason) for output in outputs[0].others] == [
         ("a", FinishReason.ABORT),
         ("b", FinishReason.ABORT),
     ]
@@ -198,7 +199,7 @@ def test_a_request_ends_when_its_deadline_has_passed():
     core.step()
 
     now[0] = 5.0
-    outputs = core.step()[0]
+    outputs = core.step()[0].others
 
     assert [output.finish_reason for output in outputs if output.request_id == "b"] == [FinishReason.TIMEOUT]
     assert core.num_unfinished_requests == 1
@@ -320,7 +321,7 @@ def test_a_sleep_ends_what_is_left_and_runs_on_every_rank():
     )
 
     assert done == CoreControlDone(call_id=5)
-    assert [output.finish_reason for output in outputs[0]] == [FinishReason.ABORT]
+    assert [output.finish_reason for output in outputs[0].others] == [FinishReason.ABORT]
     assert executor.hooks == [("sleep", SleepLevel.DROP)]
     assert not core.has_work
     assert core.stats().num_free_blocks == 63

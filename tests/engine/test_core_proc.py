@@ -32,6 +32,7 @@ from phalanx.shm.status_board import Phase, StatusBoard
 from support.children import is_gone, wait_until
 from support.engine import make_engine_config, make_request, simulate
 from support.engine_children import POISON_IDLE, POISON_STEP
+from support.step_outputs import write_out
 
 DEADLINE_S = 20.0
 
@@ -133,7 +134,7 @@ async def receive_until_finished(sockets, request_ids):
         while left:
             message = await sockets.recv()
             assert (message.dp_rank, message.epoch) == (3, 7)
-            for output in message.outputs:
+            for output in write_out(message.outputs):
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     left.discard(output.request_id)
@@ -262,7 +263,7 @@ def test_a_stop_ends_running_requests_with_an_abort(start):
             reasons = {}
             async with asyncio.timeout(DEADLINE_S):
                 while len(reasons) < 30:
-                    for output in (await sockets.recv()).outputs:
+                    for output in (await sockets.recv()).outputs.others:
                         if output.finish_reason is not None:
                             reasons[output.request_id] = output.finish_reason
             assert reasons["r29"] is FinishReason.ABORT
@@ -324,7 +325,7 @@ def test_a_front_end_that_follows_the_prefix_cache_knows_what_it_holds_also_afte
             # 16 of the 17 tokens are computed: four blocks of four.
             while len(held) < 4 or num_tokens < 8:
                 message = await sockets.recv()
-                num_tokens += sum(len(output.new_token_ids) for output in message.outputs)
+                num_tokens += sum(len(output.new_token_ids) for output in write_out(message.outputs))
                 if (delta := message.prefix_delta) is not None:
                     held |= set(split_keys(delta.stored))
                     sequences.append(delta.sequence)

@@ -16,6 +16,7 @@ from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.workers.logprobs import pack_table
 from phalanx.workers.messages import LogprobTable
 from support.engine import make_request
+from support.step_outputs import pack
 from support.tiny_models import write_tiny_llama
 from support.tokenizers import build_byte_level, build_metaspace
 
@@ -216,7 +217,7 @@ def test_a_stop_string_leaves_the_numbers_of_all_tokens_up_to_its_own(byte_level
     positions = [([(token_id, -float(at)), (3, -0.5)], 2) for at, token_id in enumerate(ids)]
 
     (final,) = processor.process(
-        [EngineCoreOutput(request_id="r0", new_token_ids=ids, logprobs=table(*positions))]
+        pack([EngineCoreOutput(request_id="r0", new_token_ids=ids, logprobs=table(*positions))])
     ).outputs
 
     completion = final.outputs[0]
@@ -237,13 +238,13 @@ def test_numbers_go_on_where_a_lost_replica_had_left(byte_level):
         values=np.full(len(request.prompt_token_ids) - 1, -2.0, dtype="<f4").tobytes(),
         ranks=np.ones(len(request.prompt_token_ids) - 1, dtype="<i4").tobytes(),
     )
-    processor.process(log.accept([sampled(5, prompt_logprobs=prompt)]))
-    processor.process(log.accept([sampled(6)]))
+    processor.process(log.accept(pack([sampled(5, prompt_logprobs=prompt)])))
+    processor.process(log.accept(pack([sampled(6)])))
 
     log.lose(0, 1.0)
     (replayed,) = log.replayable()
     log.replayed("r0", 1)
-    last = log.accept([sampled(7, attempt=1, finish_reason=FinishReason.LENGTH)])
+    last = log.accept(pack([sampled(7, attempt=1, finish_reason=FinishReason.LENGTH)]))
     (final,) = processor.process(last).outputs
 
     assert replayed.output_token_ids == [5, 6]

@@ -19,6 +19,7 @@ from phalanx.engine.outputs import OutputKind
 from phalanx.engine.parallel_sampling import fan_out
 from phalanx.engine.tokenizer import load_tokenizer
 from support.engine import make_request
+from support.step_outputs import pack
 from support.tokenizers import build_byte_level
 
 
@@ -42,9 +43,9 @@ def test_without_a_stream_only_the_final_output_is_made(tokenizer):
     add(processor)
     hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
 
-    assert processor.process([output(*hello, num_cached_tokens=4)]).outputs == []
+    assert processor.process(pack([output(*hello, num_cached_tokens=4)])).outputs == []
     now[0] = 2.0
-    (final,) = processor.process([output(*world, 2, finish_reason=FinishReason.STOP)]).outputs
+    (final,) = processor.process(pack([output(*world, 2, finish_reason=FinishReason.STOP)])).outputs
 
     assert final.outputs[0].text == "Hello world"
     assert final.outputs[0].token_ids == [*hello, *world, 2]
@@ -54,19 +55,38 @@ def test_without_a_stream_only_the_final_output_is_made(tokenizer):
     assert processor.num_unfinished_requests == 0
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_tokens_that_come_alone_make_the_same_text_and_find_the_same_stop_string(tokenizer, attempt):
+    processor = OutputProcessor(tokenizer, clock=lambda: 3.0)
+    add(processor, stop=("stop",))
+    ids = tokenizer.encode("Hello stopping world")
+
+    results = [processor.process(pack([output(token_id, attempt=attempt)])) for token_id in ids]
+
+    finals = [final for result in results for final in result.outputs]
+    if attempt == 1:
+        assert finals == [], "the request has no such attempt"
+        return
+    assert [final.outputs[0].text for final in finals] == ["Hello "]
+    assert finals[0].outputs[0].stop_reason == "stop"
+    assert finals[0].times.first_token_at == 3.0
+    assert [result.abort_request_ids for result in results if result.abort_request_ids] == [["r0"]]
+    assert processor.num_unfinished_requests == 0
+
+
 def test_a_stop_string_ends_the_request_here_and_aborts_it_in_the_engine(tokenizer):
     processor = OutputProcessor(tokenizer)
     add(processor, stop=("stop",))
     ids = tokenizer.encode("Hello stopping world")
 
-    result = processor.process([output(*ids)])
+    result = processor.process(pack([output(*ids)]))
 
     (final,) = result.outputs
     assert result.abort_request_ids == ["r0"]
     assert final.outputs[0].text == "Hello "
     assert final.outputs[0].stop_reason == "stop"
     assert len(final.outputs[0].token_ids) < len(ids)
-    assert processor.process([output(3)]).outputs == []
+    assert processor.process(pack([output(3)])).outputs == []
 
 
 def test_a_stop_string_before_the_end_token_of_one_step_wins(tokenizer):
@@ -74,7 +94,7 @@ def test_a_stop_string_before_the_end_token_of_one_step_wins(tokenizer):
     add(processor, stop=("STOP",))
     ids = [*tokenizer.encode("Hello STOP x"), 2]
 
-    result = processor.process([output(*ids, finish_reason=FinishReason.STOP)])
+    result = processor.process(pack([output(*ids, finish_reason=FinishReason.STOP)]))
 
     assert result.outputs[0].outputs[0].text == "Hello "
     assert result.outputs[0].outputs[0].stop_reason == "STOP"
@@ -85,7 +105,7 @@ def test_outputs_of_an_older_attempt_are_dropped(tokenizer):
     processor = OutputProcessor(tokenizer)
     add(processor, attempt=1)
 
-    assert processor.process([output(3, finish_reason=FinishReason.LENGTH)]).outputs == []
+    assert processor.process(pack([output(3, finish_reason=FinishReason.LENGTH)])).outputs == []
     assert processor.num_unfinished_requests == 1
 
 
@@ -110,7 +130,7 @@ def test_an_end_that_is_no_result_is_an_error(tokenizer, fields, error_type):
     processor = OutputProcessor(tokenizer)
     add(processor)
 
-    result = processor.process([output(**fields)])
+    result = processor.process(pack([output(**fields)]))
 
     assert type(result.errors["r0"]) is error_type
     assert processor.num_unfinished_requests == 0
@@ -124,11 +144,11 @@ def test_a_slow_reader_gets_everything_in_one_output(tokenizer, kind):
         processor = OutputProcessor(tokenizer)
         stream = RequestStream(kind)
         add(processor, stream=stream, kind=kind)
-        processor.process([output(ids[0])])
+        processor.process(pack([output(ids[0])]))
         first = await stream.get()
         for token_id in ids[1:]:
-            processor.process([output(token_id)])
-        processor.process([output(2, finish_reason=FinishReason.STOP)])
+            processor.process(pack([output(token_id)]))
+        processor.process(pack([output(2, finish_reason=FinishReason.STOP)]))
         return first, await stream.get()
 
     first, second = asyncio.run(scenario())
@@ -149,7 +169,7 @@ def test_an_error_comes_after_what_was_made_before_it(tokenizer):
         processor = OutputProcessor(tokenizer)
         stream = RequestStream(OutputKind.DELTA)
         add(processor, stream=stream, kind=OutputKind.DELTA)
-        processor.process([output(*tokenizer.encode("Hello"))])
+        processor.process(pack([output(*tokenizer.encode("Hello"))]))
         processor.fail_all(ReplicaLostError("gone"))
         first = await stream.get()
         with pytest.raises(ReplicaLostError):
@@ -170,7 +190,7 @@ def test_samples_become_one_output_in_the_order_of_their_index(tokenizer):
 
     results = [
         processor.process(
-            [sample(index, *words[index], 2, finish_reason=FinishReason.STOP, num_cached_tokens=cached)]
+            pack([sample(index, *words[index], 2, finish_reason=FinishReason.STOP, num_cached_tokens=cached)])
         )
         for index, cached in ((2, 9), (0, 4), (1, 9))
     ]
@@ -191,9 +211,9 @@ def test_a_slow_reader_loses_no_sample(tokenizer):
         stream = RequestStream(OutputKind.DELTA)
         add(processor, n=2, temperature=1.0, stream=stream, kind=OutputKind.DELTA)
         hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
-        processor.process([sample(0, *hello), sample(1, *world)])
-        processor.process([sample(1, *hello, 2, finish_reason=FinishReason.STOP)])
-        processor.process([sample(0, *world, 2, finish_reason=FinishReason.STOP)])
+        processor.process(pack([sample(0, *hello), sample(1, *world)]))
+        processor.process(pack([sample(1, *hello, 2, finish_reason=FinishReason.STOP)]))
+        processor.process(pack([sample(0, *world, 2, finish_reason=FinishReason.STOP)]))
         return await stream.get()
 
     output = asyncio.run(scenario())
@@ -209,10 +229,10 @@ def test_of_samples_to_choose_from_nothing_is_shown_before_the_end(tokenizer, ki
         stream = RequestStream(kind)
         add(processor, stream=stream, kind=kind, n=1, best_of=2, temperature=1.0)
         hello, world = tokenizer.encode("Hello"), tokenizer.encode(" world")
-        processor.process([sample(0, *hello)])
+        processor.process(pack([sample(0, *hello)]))
         first = await stream.get()
-        processor.process([sample(1, *world, 2, finish_reason=FinishReason.STOP)])
-        processor.process([sample(0, *world, 2, finish_reason=FinishReason.STOP)])
+        processor.process(pack([sample(1, *world, 2, finish_reason=FinishReason.STOP)]))
+        processor.process(pack([sample(0, *world, 2, finish_reason=FinishReason.STOP)]))
         return first, await stream.get()
 
     first, last = asyncio.run(scenario())
@@ -227,7 +247,7 @@ def test_one_failed_sample_fails_the_request_and_aborts_its_siblings(tokenizer):
     processor = OutputProcessor(tokenizer)
     add(processor, n=3, temperature=1.0)
 
-    result = processor.process([sample(1, finish_reason=FinishReason.TIMEOUT)])
+    result = processor.process(pack([sample(1, finish_reason=FinishReason.TIMEOUT)]))
 
     assert isinstance(result.errors["r0"], RequestTimeoutError)
     assert result.abort_request_ids == ["r0#0", "r0#2"]

@@ -1,9 +1,12 @@
 """The scheduler against a deterministic model: every output equals the request running alone."""
 
+import gc
+
 import pytest
 
-from phalanx.engine.messages import FinishReason
+from phalanx.engine.messages import FinishReason, StepOutputs
 from support.engine import FakeModelRunner, collect_tokens, make_request, make_scheduler, run_to_end, simulate
+from support.step_outputs import write_out
 
 
 def test_requests_run_in_order_of_arrival_within_the_sequence_budget():
@@ -78,7 +81,7 @@ def test_a_result_for_an_aborted_request_is_ignored():
 
     scheduler.abort_requests(["a"])
 
-    assert scheduler.update_from_output(scheduled, result) == []
+    assert scheduler.update_from_output(scheduled, result) == StepOutputs()
     assert scheduler.stats().num_free_blocks == 63
 
 
@@ -120,7 +123,7 @@ def test_a_full_hit_of_an_aligned_prompt_still_computes_one_block():
     outputs = scheduler.update_from_output(scheduled, runner.execute(scheduled))
 
     assert scheduled.num_scheduled_tokens == {"b": 4}
-    assert outputs[0].num_cached_tokens == 4
+    assert outputs.others[0].num_cached_tokens == 4
 
 
 def test_a_later_request_of_one_step_shares_the_blocks_of_an_earlier_one():
@@ -238,7 +241,7 @@ def test_the_most_urgent_request_is_preempted_last_wherever_it_was_admitted():
         if (step := scheduler.schedule()) is None:
             break
         removed += step.removed_request_ids
-        outputs += scheduler.update_from_output(step, runner.execute(step))
+        outputs += write_out(scheduler.update_from_output(step, runner.execute(step)))
         scheduler.check_invariants()
 
     assert removed[0] == "late"
@@ -277,3 +280,49 @@ def test_a_prompt_leaves_a_share_of_the_step_to_other_prompts():
 
     assert first is not None
     assert first.num_scheduled_tokens == {"long": 8, "short": 6}
+
+
+def test_only_what_is_more_than_a_token_is_said_of_each_request_alone():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("plain", max_tokens=4))
+    scheduler.add_request(make_request("logprobs", max_tokens=4, logprobs=1))
+    scheduler.add_request(make_request("again", max_tokens=4, attempt=1, output_token_ids=[5]))
+    runner = FakeModelRunner()
+    said = []
+    while (step := scheduler.schedule()) is not None:
+        outputs = scheduler.update_from_output(step, runner.execute(step))
+        said.append((outputs.request_ids, [output.request_id for output in outputs.others]))
+
+    assert said == [
+        ([], ["plain", "logprobs", "again"]),
+        (["plain"], ["logprobs", "again"]),
+        (["plain"], ["logprobs", "again"]),
+        ([], ["plain", "logprobs"]),
+    ]
+    assert scheduler.stats().num_output_tokens_total == 11
+
+
+def test_a_step_in_which_all_decode_makes_no_object_for_each_request():
+    num_requests = 300
+    scheduler, _ = make_scheduler(
+        num_blocks=500, block_size=16, max_num_seqs=num_requests, max_num_batched_tokens=2000
+    )
+    for index in range(num_requests):
+        scheduler.add_request(make_request(f"r{index}", num_prompt_tokens=4, max_tokens=6))
+    runner = FakeModelRunner(block_size=16)
+    step = scheduler.schedule()
+    kept, num_made = [], []
+    while step is not None:
+        result = runner.execute(step)
+        # Nothing may be freed in between, or the difference says nothing.
+        kept.append(step)
+        gc.collect()
+        before = gc.get_count()[0]
+        outputs = scheduler.update_from_output(step, result)
+        step = scheduler.schedule()
+        num_made.append(gc.get_count()[0] - before)
+        kept.append(outputs)
+
+    assert len(num_made) == 6
+    assert num_made[0] >= num_requests, "the first outputs say more than a token"
+    assert max(num_made[1:-1]) < 30

@@ -14,6 +14,7 @@ import pytest
 from phalanx.engine.messages import EngineCoreRequest
 from phalanx.workers.messages import ModelRunnerOutput
 from support.engine import make_request, make_scheduler
+from support.step_outputs import write_out
 
 STEP_S = 0.01
 TOKEN_S = 0.00002
@@ -94,7 +95,7 @@ def simulate_trace(trace, *, depth, num_blocks=NUM_BLOCKS, **config):
         now += STEP_S + TOKEN_S * num_tokens
         num_sampling = len(scheduler._in_flight[0][1])
         result = ModelRunnerOutput(step=step.step, request_ids=[], sampled_token_ids=[95] * num_sampling)
-        for output in scheduler.update_from_output(step, result):
+        for output in write_out(scheduler.update_from_output(step, result)):
             fate = fates[output.request_id]
             assert fate.finished_at is None
             fate.num_received += len(output.new_token_ids)

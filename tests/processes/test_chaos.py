@@ -11,9 +11,10 @@ import pytest
 
 from phalanx.engine.core import EngineCore
 from phalanx.engine.engine_options import make_engine_config
-from phalanx.engine.messages import EngineCoreRequest, FinishReason
+from phalanx.engine.messages import EngineCoreRequest, FinishReason, StepOutputs
 from phalanx.workers.executor import create_executor
 from phalanx.workers.sampling_params import SamplingParams, StructuredOutputs
+from support.step_outputs import write_out
 from support.tiny_models import write_tiny_llama
 
 DEADLINE_S = 100.0
@@ -108,7 +109,7 @@ class Run:
             self.core.take_grammars()
             self._abort_some(rng)
             outputs = self.core.step(on_result=lambda: self._abort_some(rng))
-            for output in outputs.get(0, []):
+            for output in write_out(outputs.get(0, StepOutputs())):
                 assert output.request_id not in self.reasons
                 assert output.request_id not in self.aborted
                 self.tokens[output.request_id] += output.new_token_ids

@@ -23,6 +23,8 @@ from phalanx.workers.messages import (
 )
 from phalanx.workers.sampling_params import SamplingParams
 
+from .step_outputs import write_out
+
 VOCAB_SIZE = 97
 
 
@@ -267,13 +269,13 @@ class Pipeline:
             self._give_masks()
 
     def take(self) -> list[EngineCoreOutput]:
-        """Take over the oldest result."""
+        """Take over the oldest result. Returns one output for each request that got a token."""
         scheduled, result = self.in_flight.popleft()
         assert result is not None
         outputs = self.scheduler.update_from_output(scheduled, result)
         self.scheduler.check_invariants()
         self._give_masks()
-        return outputs
+        return write_out(outputs)
 
     def _give_masks(self) -> None:
         """Compute the oldest step, once it is that, if it needs masks."""

@@ -3,7 +3,6 @@
 Called by: tests of the engine that need real tokens.
 """
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ from phalanx.engine.messages import EngineCoreOutput, EngineCoreRequest
 from phalanx.workers.config import CacheConfig, DeviceType, ModelConfig, ParallelConfig
 from phalanx.workers.uniproc_executor import UniprocExecutor
 from phalanx.workers.worker_config import WorkerConfig
+
+from .step_outputs import write_out
 
 
 @contextmanager
@@ -62,7 +63,8 @@ def run_core(core: EngineCore, *requests: EngineCoreRequest) -> tuple[list[Engin
     outputs: list[EngineCoreOutput] = []
     most_blocks = 0
     while core.has_work:
-        outputs += itertools.chain.from_iterable(core.step().values())
+        for made in core.step().values():
+            outputs += write_out(made)
         stats = core.stats()
         most_blocks = max(most_blocks, stats.num_blocks - stats.num_free_blocks)
     assert not [output.error for output in outputs if output.error]

@@ -16,7 +16,15 @@ from phalanx.cluster.messages import FleetUpdate, ReplicaState
 from phalanx.cluster.replay import ReplayLog
 from phalanx.cluster.supervision import ChildExited, Event, PublishFleet, Supervision, Tick
 from phalanx.engine.core_proc import EngineCoreLoop
-from phalanx.engine.messages import ClientHello, EngineCoreOutput, EngineCoreRequest, EngineStats
+from phalanx.engine.messages import (
+    ClientHello,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineStats,
+    StepOutputs,
+)
+
+from ..step_outputs import write_out
 
 Patch = Callable[[], Any]
 
@@ -24,19 +32,27 @@ Patch = Callable[[], Any]
 def outputs_of_older_attempts_are_taken() -> Any:
     original = ReplayLog.accept
 
-    def accept(self: ReplayLog, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        entries = self._entries
-        return original(
-            self,
-            [
-                msgspec.structs.replace(output, attempt=entries[output.request_id].attempt)
-                if output.request_id in entries
-                else output
-                for output in outputs
-            ],
-        )
+    def accept(self: ReplayLog, outputs: StepOutputs) -> StepOutputs:
+        others = [_as_newest_attempt(self, output) for output in outputs.others]
+        return original(self, msgspec.structs.replace(outputs, others=others))
 
     return patch.object(ReplayLog, "accept", accept)
+
+
+def tokens_of_older_attempts_are_taken() -> Any:
+    original = ReplayLog.accept
+
+    def accept(self: ReplayLog, outputs: StepOutputs) -> StepOutputs:
+        plain = write_out(msgspec.structs.replace(outputs, others=[]))
+        taken = [_as_newest_attempt(self, output) for output in plain]
+        return original(self, StepOutputs(others=taken + outputs.others))
+
+    return patch.object(ReplayLog, "accept", accept)
+
+
+def _as_newest_attempt(log: ReplayLog, output: EngineCoreOutput) -> EngineCoreOutput:
+    entry = log._entries.get(output.request_id)
+    return output if entry is None else msgspec.structs.replace(output, attempt=entry.attempt)
 
 
 def a_replay_begins_at_the_prompt() -> Any:
@@ -142,7 +158,7 @@ def an_abort_is_not_passed_on() -> Any:
 
 
 def a_cleared_suspect_does_not_let_the_next_one_be_tried() -> Any:
-    async def receive(self: DpClient) -> list[EngineCoreOutput]:
+    async def receive(self: DpClient) -> StepOutputs:
         assert self._sockets is not None
         return self._replay.accept((await self._sockets.recv()).outputs)
 
@@ -201,6 +217,7 @@ BUGS: dict[str, Patch] = {
     bug.__name__: bug
     for bug in (
         outputs_of_older_attempts_are_taken,
+        tokens_of_older_attempts_are_taken,
         a_replay_begins_at_the_prompt,
         a_replay_is_sent_as_the_same_attempt,
         what_a_replica_aborts_has_ended,

@@ -23,10 +23,12 @@ from phalanx.engine.messages import (
     EngineCoreRequest,
     EngineStats,
     FinishReason,
+    StepOutputs,
 )
 from phalanx.engine.prefix_log import PrefixDelta, PrefixLog
 from phalanx.workers.sampling_params import SamplingParams
 
+from ..step_outputs import write_out
 from .ledger import Record, Violation, token_of
 from .schedule import Happening
 from .world import Link
@@ -94,34 +96,38 @@ class TinyCore:
         self._requests.clear()
         return num_aborted
 
-    def abort_all(self) -> dict[int, list[EngineCoreOutput]]:
+    def abort_all(self) -> dict[int, StepOutputs]:
         outputs = [
             EngineCoreOutput(request_id=name, attempt=request.attempt, finish_reason=FinishReason.ABORT)
             for name, (request, _) in self._requests.items()
         ]
         self._requests.clear()
-        return {CLIENT_INDEX: outputs} if outputs else {}
+        return {CLIENT_INDEX: StepOutputs(others=outputs)} if outputs else {}
 
-    def step(self) -> dict[int, list[EngineCoreOutput]]:
-        outputs = []
+    def step(self) -> dict[int, StepOutputs]:
+        outputs = StepOutputs()
         for name, (request, position) in list(self._requests.items()):
             content, poison_at = request.prompt_token_ids
             if position == poison_at:
                 raise Poisoned
             is_last = position + 1 >= request.sampling_params.max_tokens  # type: ignore[operator]
-            outputs.append(
-                EngineCoreOutput(
+            token_id = token_of(content, position)
+            if request.attempt == 0 and position > 0 and not is_last:
+                outputs.request_ids.append(name)
+                outputs.token_ids.append(token_id)
+            else:
+                output = EngineCoreOutput(
                     request_id=name,
                     attempt=request.attempt,
-                    new_token_ids=[token_of(content, position)],
+                    new_token_ids=[token_id],
                     finish_reason=FinishReason.LENGTH if is_last else None,
                 )
-            )
+                outputs.others.append(output)
             if is_last:
                 del self._requests[name]
             else:
                 self._requests[name] = request, position + 1
-        return {CLIENT_INDEX: outputs} if outputs else {}
+        return {CLIENT_INDEX: outputs} if outputs.request_ids or outputs.others else {}
 
     def take_kv_events(self) -> list[Any]:
         return []
@@ -365,13 +371,13 @@ class SimulatedFrontEnd(SimulatedProcess):
         """From an engine core."""
         if self.is_alive:
             self._sockets.arrived.append(message)
-            for output in message.outputs:
+            for output in write_out(message.outputs):
                 record = self.cluster.ledger.records[output.request_id]
                 if record.incarnation != self.epoch and not record.is_late:
                     raise Violation(
                         f"{self.address} gets outputs of request {record.asked.number}, not its own"
                     )
-            self._deliver(finish(self.client._receive()))
+            self._deliver(write_out(finish(self.client._receive())))
             self._settle()
 
     def take_snapshot(self, snapshot: LoadSnapshot) -> None:
