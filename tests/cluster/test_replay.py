@@ -109,7 +109,7 @@ def test_a_request_that_comes_while_no_replica_serves_is_sent_to_the_first_that_
     log.replayed("a", 0)
 
     assert asked == make_request()
-    assert log.accept([tokens("a", 5, last=True)]) == [tokens("a", 5, last=True)]
+    assert accept(log, tokens("a", 5, last=True)) == [tokens("a", 5, last=True)]
     assert log.stats().num_replayed == 0, "it was never lost"
     log.check_invariants()
 
@@ -129,9 +129,9 @@ ABORTED = EngineCoreOutput(request_id="a", attempt=0, finish_reason=FinishReason
 
 def test_what_a_replica_aborts_is_lost_with_it_and_continues(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
-    log.accept([tokens("a", 5)])
+    accept(log, tokens("a", 5))
 
-    assert log.accept([ABORTED]) == []
+    assert accept(log, ABORTED) == []
 
     assert log.lose(0, now=1.0) == []
     (again,) = log.replayable()
@@ -143,10 +143,10 @@ def test_when_the_cluster_stops_what_a_replica_aborts_has_ended(log: ReplayLog, 
     log.admit(make_request("a"), 0)
     log.admit(make_request("b"), 1)
     log.wait(make_request("c"), 0.0)
-    ended = log.accept([ABORTED]) if comes_first == "abort" else []
+    ended = accept(log, ABORTED) if comes_first == "abort" else []
 
     ended += log.stop()
-    ended += log.accept([ABORTED])
+    ended += accept(log, ABORTED)
 
     assert [(output.request_id, output.finish_reason) for output in ended] == [
         (name, FinishReason.ABORT) for name in (("a", "c") if comes_first == "abort" else ("c", "a"))

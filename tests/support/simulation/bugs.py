@@ -80,7 +80,7 @@ def a_replay_is_sent_as_the_same_attempt() -> Any:
 def what_a_replica_aborts_has_ended() -> Any:
     original = ReplayLog.accept
 
-    def accept(self: ReplayLog, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def accept(self: ReplayLog, outputs: StepOutputs) -> StepOutputs:
         with patch.object(self, "_is_stopping", True):
             return original(self, outputs)
 
