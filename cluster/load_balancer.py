@@ -8,11 +8,9 @@ Called by: DpClient, in each front end, once per request; and by the routing ben
     power_of_two   the one of two drawn at random that has fewer requests
     round_robin    one after the other
 
-With several front ends prefix_aware compares one in root(front ends) replicas, drawn at random, and those with a hit.
 Among equals the scan starts one further at each decision. Only replicas that are ready are ever given.
 """
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -68,9 +66,7 @@ class Balancer:
             )
         match self.policy:
             case RoutingPolicy.PREFIX_AWARE:
-                return self._prefix_aware.choose(
-                    request, self._draw(request, loads), cost, mean_output_tokens
-                )
+                return self._prefix_aware.choose(request, loads, cost, mean_output_tokens)
             case RoutingPolicy.KV_AWARE:
                 return self._lowest(request, loads, self._kv_score)
             case RoutingPolicy.LEAST_LOADED:
@@ -81,18 +77,6 @@ class Balancer:
                 load = loads[self._turn % len(loads)]
                 self._turn += 1
                 return _decide(request, load.dp_rank, RoutingReason.TURN, {})
-
-    def _draw(self, request: RoutingRequest, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
-        """Draw those that are compared when there are several front ends; those that hold a prefix always are.
-
-        Between two snapshots front ends do not see each other's choices, and would all run to the same replica.
-        """
-        count = max(2, math.ceil(len(loads) * self._num_clients**-0.5))
-        if count >= len(loads):
-            return loads
-        drawn = set(self._random.sample(range(len(loads)), count))
-        hits = request.num_cached_tokens
-        return [load for index, load in enumerate(loads) if index in drawn or load.dp_rank in hits]
 
     def _lowest(
         self, request: RoutingRequest, loads: Sequence[ReplicaLoad], score: Callable[[ReplicaLoad], float]

@@ -150,17 +150,6 @@ def test_a_prefix_never_beats_an_idle_replica_by_more_than_it_saves(
         assert decision.scores[decision.dp_rank] <= decision.scores[0]
 
 
-def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same() -> None:
-    loads = [load(rank, 9, prefill_tokens=5000) for rank in range(7)] + [load(7, 9, prefill_tokens=100)]
-    balancers = [make_balancer(RoutingPolicy.PREFIX_AWARE, client_index=n, num_clients=16) for n in range(16)]
-
-    chosen = Counter(choose(balancer, loads).dp_rank for balancer in balancers)
-    with_hit = {choose(balancer, loads, cached={7: 900}).dp_rank for balancer in balancers}
-
-    assert len(chosen) > 3
-    assert with_hit == {7}
-
-
 def test_affinity_does_not_pile_up() -> None:
     balancer = make_balancer(RoutingPolicy.PREFIX_AWARE)
     queued = Counter[int]()

@@ -100,6 +100,17 @@ def test_unknown_names_are_refused_with_those_that_are_known() -> None:
         command._known(("best",), measure.POLICIES, "--policies")
 
 
+@pytest.mark.parametrize("name", ["multi-turn", "no-reuse"])
+def test_several_front_ends_choose_nearly_as_well_as_one(name: str) -> None:
+    load = made_up(name)
+    alone, together = (
+        measure.measure(load, "prefix_aware", make_cluster(front_ends=count, delay_s=0.2)).ttft_p99_s
+        for count in (1, 8)
+    )
+
+    assert together <= 1.2 * alone
+
+
 def test_chats_are_answered_sooner_than_by_any_other_policy() -> None:
     # Not one of the seeds that the policy was tuned on.
     load, cluster = MADE_UP["multi-turn"](1500, measure.RATES["multi-turn"] * 8, 21), make_cluster(8)
