@@ -29,7 +29,7 @@ TRACES = {
 """Traces by name, and the files that they are read from in --traces."""
 RATES = {
     "multi-turn": 40.0,
-    "tenant-chats": 30.0,
+    "tenant-chats": 10.0,
     "shared-prefix": 8.0,
     "heavy-tail": 8.0,
     "burst": 8.0,
