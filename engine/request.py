@@ -47,7 +47,7 @@ class Request:
 
     order:               what comes first: (priority, number of arrival); the smallest is first
     token_ids:           prompt tokens, then output tokens that are known
-    num_placeholders:    tokens that steps in flight sample
+    num_coming_tokens:   length of token_ids when all steps in flight are back: known tokens and placeholders
     num_computed_tokens: tokens whose KV is in the cache, or is computed by a step that was scheduled
     num_slots:           tokens that its blocks have room for; written by the KVCacheManager
     num_cached_tokens:   prompt tokens that the prefix cache gave at first admission; None before it
@@ -75,9 +75,9 @@ class Request:
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
+        "num_coming_tokens",
         "num_computed_tokens",
         "num_overtaken",
-        "num_placeholders",
         "num_prompt_tokens",
         "num_slots",
         "order",
@@ -96,7 +96,7 @@ class Request:
         self.order = (core_request.priority, number)
         self.token_ids = [*core_request.prompt_token_ids, *core_request.output_token_ids]
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
-        self.num_placeholders = 0
+        self.num_coming_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_slots = 0
         self.num_cached_tokens: int | None = None
@@ -124,9 +124,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_placeholders(self) -> int:
+        """Tokens that steps in flight sample."""
+        return self.num_coming_tokens - len(self.token_ids)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the workers have, or will have by the next step, and that no step computes yet."""
-        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+        return self.num_coming_tokens - self.num_computed_tokens
 
     @property
     def num_prefill_tokens(self) -> int:

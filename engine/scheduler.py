@@ -217,7 +217,6 @@ class Scheduler:
             if request.status is finished:
                 continue
             # A request that was preempted meanwhile takes its token like any other: it is a valid sample.
-            request.num_placeholders -= 1
             if request.matcher is not None and (error := request.reject(token_id)):
                 self._book.finish(request)
                 refused = refuse(request.core_request, error, is_invalid=request.has_allowed_tokens)
@@ -277,9 +276,9 @@ class Scheduler:
         # A preemption takes from the end of the list, behind the request that asks for blocks.
         for index, request in enumerate(running, 1):
             computed = request.num_computed_tokens
-            num_tokens = len(request.token_ids) + request.num_placeholders
+            num_tokens = request.num_coming_tokens
             num_new_tokens = num_tokens - computed
-            if num_new_tokens == 0 or (request.num_placeholders and num_tokens >= request.max_num_tokens):
+            if num_new_tokens == 0 or (num_tokens >= request.max_num_tokens and request.num_placeholders):
                 # Its token is on the way still, or it is the last one, whatever it is.
                 continue
             if num_new_tokens == 1 and computed < request.num_slots:
@@ -288,7 +287,7 @@ class Scheduler:
                 starts.append(computed)
                 sampling.append(request)
                 request.num_computed_tokens = num_tokens
-                request.num_placeholders += 1
+                request.num_coming_tokens = num_tokens + 1
                 plan.budget -= 1
                 if request.matcher is not None:
                     plan.has_grammar = True

@@ -40,7 +40,7 @@ class StepPlan:
         request.num_computed_tokens += num_new_tokens
         self.budget -= num_new_tokens
         if samples:
-            request.num_placeholders += 1
+            request.num_coming_tokens += 1
             self.sampling.append(request)
             if request.matcher is not None:
                 self.has_grammar = True
