@@ -31,7 +31,13 @@ from support.streams import (
 from support.worker_faults import HOOK, MOMENTS, POISON_TOKEN_ID
 
 HANG_TIMEOUT_S = 5.0
-SETTINGS = (f"executor.hooks=['{HOOK}']", f"cluster.hang_timeout_s={HANG_TIMEOUT_S}")
+DRAIN_TIMEOUT_S = 120.0
+"""Longer than the streams take, also on a busy machine."""
+SETTINGS = (
+    f"executor.hooks=['{HOOK}']",
+    f"cluster.hang_timeout_s={HANG_TIMEOUT_S}",
+    f"cluster.drain_timeout_s={DRAIN_TIMEOUT_S}",
+)
 WORKER_CELLS = [
     (role, moment, action) for role in ("dp0 tp0", "dp1 tp1") for moment in MOMENTS for action in ACTIONS
 ]
@@ -255,7 +261,7 @@ def test_a_worker_fails_while_the_cluster_drains(
     tmp_path: Path, prompts: list[str], undisturbed: list[str | None], moment: str, action: str
 ) -> None:
     words = [word for setting in SETTINGS for word in ("--set", setting)]
-    with running_cluster(tmp_path, *ARGUMENTS, *words, "--set", "cluster.drain_timeout_s=120") as cluster:
+    with running_cluster(tmp_path, *ARGUMENTS, *words) as cluster:
 
         def strike() -> None:
             cluster.interrupt()

@@ -13,7 +13,7 @@ from support.launch import TINY_MODEL, Cluster, running_cluster
 
 NUM_STREAMS = 32
 MAX_TOKENS = 120
-BACK_S = 60.0
+BACK_S = 120.0
 """For a process to be back: a worker imports torch."""
 DONE = "data: [DONE]"
 ARGUMENTS = (str(TINY_MODEL), "--tp", "2", "--dp", "2", "--device", "cpu", "--served-model-name", "tiny")
