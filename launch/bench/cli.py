@@ -5,6 +5,7 @@ and `run`. Exit codes: 0 done, 1 failed, 2 bad arguments, 130 interrupted.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the result is the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = build_parser().parse_args(words)
+    # As Ctrl-C: what a benchmark has started is stopped on its way out.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments.run(arguments, ReportWriter(words, arguments.out))
     except ConfigError as error:
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return ExitCode.OK
 
 

@@ -1,6 +1,9 @@
 """cluster-bench failover and torture: their arithmetic, whom they kill, and both commands on a tiny cluster."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,8 @@ from phalanx.launch.bench import failover, torture
 from phalanx.launch.bench.cli import main
 from phalanx.launch.bench.openai_client import RequestRecord
 from phalanx.launch.bench.steady_load import longest_pause_s, make_bodies
+from phalanx.shm.exit_codes import ExitCode
+from support.children import is_gone, wait_until
 from support.launch import TINY_MODEL
 
 ROLES = ["api0", "coordinator", "dp0", "dp0 tp0", "dp1", "dp1 tp0", "supervisor"]
@@ -133,3 +138,15 @@ def test_one_replica_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
 def test_both_lose_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, *LAUNCH]) == 0, capsys.readouterr().err
     assert "requests lost" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_cluster_along() -> None:
+    command = [sys.executable, "-m", "phalanx.launch.bench", "startup", "--repetitions", "1000", *LAUNCH]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+        wait_until(lambda: children.read_text(encoding="ascii") != "", timeout_s=60)
+        (cluster,) = map(int, children.read_text(encoding="ascii").split())
+        bench.terminate()
+
+        assert bench.wait(60) == ExitCode.INTERRUPTED
+    wait_until(lambda: is_gone(cluster), timeout_s=10)
