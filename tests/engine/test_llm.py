@@ -164,8 +164,13 @@ def test_an_interrupt_ends_the_call_and_the_next_one_goes_on(llm, expected, monk
         return get_outputs()
 
     monkeypatch.setattr(llm._client, "get_outputs", interrupted_get_outputs)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=400, ignore_eos=True))
+    # A shell has its background jobs ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=400, ignore_eos=True))
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
 
     assert next(calls) == 4
