@@ -82,7 +82,9 @@ class FrontEndBoard:
         sums, *more = (self._table.part(row, _FIRST_UNREPORTED, count) for row in self._others)
         for numbers in more:
             sums = list(map(operator.add, sums, numbers))
-        return list(map(Unreported, sums[0::3], sums[1::3], sums[2::3]))
+        return [
+            Unreported(*sums[first : first + _NUM_UNREPORTED]) for first in range(0, count, _NUM_UNREPORTED)
+        ]
 
     def set_trial(self, dp_rank: int | None) -> None:
         """Say on which replica a suspect of ours is tried; -1: on one that is yet to be chosen. None: on none."""

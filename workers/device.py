@@ -35,8 +35,8 @@ def open_device(parallel: ParallelConfig, device_index: int) -> DeviceInfo:
         parallel.device is DeviceType.AUTO and torch.cuda.is_available()
     )
     if not is_cuda:
-        cores = len(os.sched_getaffinity(0))
-        num_threads = parallel.num_threads or max(1, cores // parallel.tensor_parallel_size)
+        # Ranks that share the host are told how many (worker_group.py); one in the user's process takes all cores.
+        num_threads = parallel.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         keep_large_buffers()
         return DeviceInfo(

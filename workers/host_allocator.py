@@ -1,7 +1,7 @@
 """What the C library does with the memory of a large tensor that is freed: keep it.
 
 Called by: device.py, in a process that computes on CPU. Left to itself, glibc gives each buffer of a prompt's
-activations back to the kernel and asks for it again a layer later: a page fault for every 4 KiB, a fifth of the time
+activations back to the kernel and asks for it again a layer later: a page fault for every 4 KiB, a sixth of the time
 of a prompt. Torch-free.
 """
 

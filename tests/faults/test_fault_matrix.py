@@ -100,6 +100,15 @@ def undisturbed(cluster: Cluster, prompts: list[str]) -> list[str | None]:
     return stream_all(cluster, prompts)
 
 
+def assert_told(cluster: Cluster, num_said: int, role: str, word: str, counted: dict[str, float]) -> None:
+    """The log since then names the first cause, `role`, before what became of it; no counter went back."""
+    said = cluster.stderr[num_said:]
+    assert word in said, said
+    assert role in said[: said.index(word)], "another one is named first"
+    after = counters(cluster)
+    assert all(after[series] >= value for series, value in counted.items())
+
+
 def assert_only_own_connections_broke(texts: list[str | None], undisturbed: list[str | None]) -> None:
     """Some of the streams were held by a server that died, and the others by another one."""
     assert 0 < texts.count(None) < NUM_STREAMS, texts
@@ -123,11 +132,7 @@ def test_a_worker_fails(
     assert texts == undisturbed
     assert not fault_file(cluster.temp).exists(), "nothing has failed"
     wait_whole(cluster, before[f"phalanx {role}"])
-    said = cluster.stderr[num_said:]
-    assert WORDS[action] in said, said
-    assert role in said[: said.index(WORDS[action])], "another one is named first"
-    after = counters(cluster)
-    assert all(after[series] >= value for series, value in counted.items())
+    assert_told(cluster, num_said, role, WORDS[action], counted)
 
 
 @pytest.mark.parametrize(("role", "moment", "action"), cells(PROCESS_CELLS, PROCESS_SAMPLE))
@@ -148,12 +153,8 @@ def test_another_process_fails(
 
     assert texts == undisturbed
     wait_whole(cluster, victim)
-    said = cluster.stderr[num_said:]
     word = {**WORDS, "exit": "exited with status 0"}[action]
-    assert word in said, said
-    assert role in said[: said.index(word)]
-    after = counters(cluster)
-    assert all(after[series] >= value for series, value in counted.items())
+    assert_told(cluster, num_said, role, word, counted)
 
 
 @pytest.mark.parametrize(("role", "moment", "action"), cells(SERVER_CELLS, SERVER_SAMPLE))
@@ -185,12 +186,8 @@ def test_an_api_server_fails(
     else:
         assert_only_own_connections_broke(texts, undisturbed)
     wait_whole(cluster, victim)
-    said = cluster.stderr[num_said:]
     word = {**WORDS, "stop": "stands still", "exit": "exited with status 0"}[action]
-    assert word in said, said
-    assert role in said[: said.index(word)]
-    after = counters(cluster)
-    assert all(after[series] >= value for series, value in counted.items())
+    assert_told(cluster, num_said, role, word, counted)
     others = before.keys() - {f"phalanx {role}"}
     assert {title: cluster.pids().get(title) for title in others} == {
         title: before[title] for title in others
@@ -227,11 +224,7 @@ def test_another_process_fails_from_within(
         assert texts == undisturbed
     wait_until(lambda: not fault_file(cluster.temp).exists(), timeout_s=10, what="the fault")
     wait_whole(cluster, victim)
-    said = cluster.stderr[num_said:]
-    assert WORDS[action] in said, said
-    assert role in said[: said.index(WORDS[action])]
-    after = counters(cluster)
-    assert all(after[series] >= value for series, value in counted.items())
+    assert_told(cluster, num_said, role, WORDS[action], counted)
 
 
 def test_poison_is_found_out_and_the_others_go_on(

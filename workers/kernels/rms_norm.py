@@ -13,7 +13,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     x: [..., size]; weight: [size], same dtype. The scaling is done in that dtype, as the checkpoints were trained.
     """
     if x.dtype == torch.float32:
-        # The same, in one pass.
+        # The same, in one call.
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = F.rms_norm(x.float(), weight.shape, eps=epsilon)
     return weight * wide.to(x.dtype)

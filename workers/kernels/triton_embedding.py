@@ -30,5 +30,5 @@ def _embed_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(token_ids_ptr + token).to(tl.int64) - first_row
     is_own = (row >= 0) & (row < num_rows)
-    values = tl.load(weight_ptr + row * SIZE + column, mask=is_own & (column < SIZE), other=0.0)
+    values = tl.load(weight_ptr + row * SIZE + column, mask=(column < SIZE) & is_own, other=0.0)
     tl.store(out_ptr + token * SIZE + column, values, mask=column < SIZE)
