@@ -13,7 +13,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     """Requests in one step, running and newly admitted together."""
     max_num_batched_tokens: int = 2048
-    """Tokens computed in one step, prefill and decode together. A longer prompt is computed in chunks."""
+    """Tokens computed in one step, prefill and decode together. A longer prompt is computed in chunks. On a GPU the
+    default is 16640 (device_defaults.py)."""
     max_num_waiting: int = 4096
     """Requests that may wait in one replica. One more is answered 429."""
     max_steps_in_flight: int = 2

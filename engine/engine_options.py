@@ -12,7 +12,9 @@ import msgspec
 
 from ..shm.errors import ConfigError
 from ..workers.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
+from ..workers.gpu_count import count_gpus
 from .config import EngineConfig, SchedulerConfig
+from .device_defaults import device_defaults
 from .model_folder import find_model_folder
 
 SECTIONS = {
@@ -39,6 +41,10 @@ def make_engine_config(model: str | Path, **overrides: Any) -> EngineConfig:
             known = ", ".join(sorted(homes.keys() - {"path"}))
             raise ConfigError(name, f"is not a setting; known are {known}")
         values[homes[name]][name] = value
+    device = _convert("parallel", values["parallel"]).device
+    for dotted, default in device_defaults(device, num_gpus=count_gpus()).items():
+        section, _, name = dotted.partition(".")
+        values[section].setdefault(name, default)
     sections = {section: _convert(section, values[section]) for section in SECTIONS}
     return EngineConfig(**sections)
 

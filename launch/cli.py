@@ -15,9 +15,10 @@ from .. import __version__
 from ..shm.errors import ConfigError, ServingError
 from ..shm.exit_codes import ExitCode
 from ..shm.logs import configure_logging
+from ..workers.gpu_count import count_gpus
 from .config import Override, ResolvedConfig, load_config, parse_assignment, show_config
 from .listener import bind_listener
-from .preflight import check_model, count_gpus, read_admin_key, read_api_key, resolve_device
+from .preflight import check_model, read_admin_key, read_api_key, resolve_device
 
 PROGRAM = "cluster-launch"
 
@@ -123,7 +124,7 @@ def build_config_parser() -> argparse.ArgumentParser:
 
 def config_command(arguments: argparse.Namespace) -> int:
     """Show a file's resolved tree, or only check it."""
-    resolved = load_config(arguments.file)
+    resolved = load_config(arguments.file, num_gpus=count_gpus())
     sys.stdout.write(show_config(resolved) if arguments.action == "show" else f"{arguments.file}: ok\n")
     return ExitCode.OK
 
@@ -166,4 +167,4 @@ def resolve_arguments(arguments: argparse.Namespace) -> ResolvedConfig:
     ]
     if arguments.model == "":
         raise ConfigError("model", "must not be empty")
-    return load_config(arguments.config, [*assignments, *flags])
+    return load_config(arguments.config, [*assignments, *flags], num_gpus=count_gpus())

@@ -1,7 +1,7 @@
 """The whole tree of settings: where values come from, what they are called, and where each one stands.
 
 Called by: cli.py builds one tree in the supervisor; runtime.py hands each part its own sections. Sources, later
-ones win: *defaults, then the YAML file, then flags and `--set section.field=value`*. This is the only module
+ones win: *defaults, then those of the device, then the YAML file, then flags and `--set section.field=value`*. This is the only module
 that knows all sections; their meaning and their checks live in the folders that own them.
 """
 
@@ -17,10 +17,12 @@ import yaml
 
 from ..cluster.config import ClusterConfig
 from ..engine.config import EngineConfig, SchedulerConfig
+from ..engine.device_defaults import device_defaults
 from ..shm.errors import ConfigError
 from ..workers.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig
 
 DEFAULT_ORIGIN = "default"
+DEVICE_ORIGIN = "default on a GPU"
 EMBEDDED_MODEL = ""
 """`model.path` when nobody named a model: the small one that is fetched once and kept."""
 
@@ -110,8 +112,12 @@ class ResolvedConfig:
     origins: Mapping[str, str]
 
 
-def load_config(file: Path | None, overrides: Iterable[Override] = ()) -> ResolvedConfig:
+def load_config(
+    file: Path | None, overrides: Iterable[Override] = (), *, num_gpus: int = 0
+) -> ResolvedConfig:
     """Join defaults, the YAML `file` and `overrides`, in this order, and check every value.
+
+    num_gpus: of this host; what nobody has set depends on whether there is one
 
     Raises ConfigError that names the dotted field, and lists the known ones when it is unknown.
     """
@@ -125,6 +131,10 @@ def load_config(file: Path | None, overrides: Iterable[Override] = ()) -> Resolv
     for override in [*from_file, *overrides]:
         values[override.name] = _convert(override)
         origins[override.name] = override.origin
+    device = values.get("parallel.device", ParallelConfig().device)
+    for name, value in device_defaults(device, num_gpus=num_gpus).items():
+        if name not in values:
+            values[name], origins[name] = value, DEVICE_ORIGIN
     sections = {
         section: kind(
             **{name.partition(".")[2]: v for name, v in values.items() if name.startswith(f"{section}.")}

@@ -1,11 +1,9 @@
 """What can be known to be wrong before the first process starts.
 
 Called by: cli.py in the supervisor, after the tree is built and the model's folder is known. Each failure is a
-ConfigError, one sentence that says what to change. Imports no torch: GPUs are counted by their device files.
+ConfigError, one sentence that says what to change. Imports no torch.
 """
 
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,15 +48,6 @@ def check_model(config: LaunchConfig) -> None:
         raise ConfigError("model", f"{folder} holds no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError("model", f"{folder} holds no tokenizer ({TOKENIZER_FILES[0]})")
-
-
-def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs that a worker would see: device files, or fewer by CUDA_VISIBLE_DEVICES."""
-    present = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 def read_api_key(config: ServerConfig) -> str | None:

@@ -22,12 +22,13 @@ from ..shm.ordering import CACHE_LINE_BYTES
 from ..shm.process import ChildSpec
 from ..shm.segment import PlannedSegment, SegmentPlan, available_memory_bytes
 from ..workers.config import DeviceType
+from ..workers.gpu_count import count_gpus
 from ..workers.worker_group import planned_segments
 from .config import LaunchConfig
 from .console import ConsoleObserver
 from .listener import bind_listener, listener_url
 from .metric_series import NUM_COLUMNS
-from .preflight import check_other_weights, count_gpus
+from .preflight import check_other_weights
 from .server.args import ApiServerArgs
 
 log = logging.getLogger(__name__)

@@ -80,7 +80,7 @@ class CacheConfig:
     """The KV cache of one replica."""
 
     block_size: int = 16
-    """Tokens in one KV block. A power of two."""
+    """Tokens in one KV block. A power of two. On a GPU the default is 64 (engine/device_defaults.py)."""
     num_blocks: int | None = None
     """KV blocks of one rank, the null block included. None: as many as memory holds, by profiling. A model whose
     layers see different windows takes one for each of its KV cache groups."""

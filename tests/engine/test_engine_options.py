@@ -29,6 +29,16 @@ def test_settings_go_to_their_sections(tmp_path):
     )
 
 
+def test_defaults_are_those_of_the_device(tmp_path):
+    on_cpu = make_engine_config(tmp_path, device="cpu")
+    on_gpu = make_engine_config(tmp_path, device="cuda")
+    as_said = make_engine_config(tmp_path, device="cuda", block_size=16, max_num_batched_tokens=512)
+
+    assert (on_cpu.cache.block_size, on_cpu.scheduler.max_num_batched_tokens) == (16, 2048)
+    assert (on_gpu.cache.block_size, on_gpu.scheduler.max_num_batched_tokens) == (64, 16640)
+    assert (as_said.cache.block_size, as_said.scheduler.max_num_batched_tokens) == (16, 512)
+
+
 @pytest.mark.parametrize(
     ("override", "field", "problem"),
     [

@@ -134,6 +134,25 @@ def test_what_is_shown_can_be_read_back_and_names_origins(tmp_path: Path) -> Non
     assert load_config(write(tmp_path, shown)).config == resolved.config
 
 
+def test_on_a_gpu_other_defaults_stand_where_nobody_has_said_anything() -> None:
+    resolved = load_config(None, [parse_assignment("cache.block_size=16")], num_gpus=1)
+
+    assert resolved.config.cache.block_size == 16
+    assert resolved.config.scheduler.max_num_batched_tokens == 16640
+    assert resolved.origins["cache.block_size"] == "--set"
+    assert resolved.origins["scheduler.max_num_batched_tokens"] == "default on a GPU"
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "block_size"),
+    [("auto", 0, 16), ("auto", 8, 64), ("cpu", 8, 16), ("cuda", 0, 64)],
+)
+def test_the_device_that_is_meant_decides_on_its_defaults(device: str, num_gpus: int, block_size: int) -> None:
+    resolved = load_config(None, [parse_assignment(f"parallel.device={device}")], num_gpus=num_gpus)
+
+    assert resolved.config.cache.block_size == block_size
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_preset_loads(path: Path) -> None:
     device = load_config(path).config.parallel.device
