@@ -147,7 +147,9 @@ def test_on_a_gpu_other_defaults_stand_where_nobody_has_said_anything() -> None:
     ("device", "num_gpus", "block_size"),
     [("auto", 0, 16), ("auto", 8, 64), ("cpu", 8, 16), ("cuda", 0, 64)],
 )
-def test_the_device_that_is_meant_decides_on_its_defaults(device: str, num_gpus: int, block_size: int) -> None:
+def test_the_device_that_is_meant_decides_on_its_defaults(
+    device: str, num_gpus: int, block_size: int
+) -> None:
     resolved = load_config(None, [parse_assignment(f"parallel.device={device}")], num_gpus=num_gpus)
 
     assert resolved.config.cache.block_size == block_size
