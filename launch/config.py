@@ -1,8 +1,8 @@
 """The whole tree of settings: where values come from, what they are called, and where each one stands.
 
 Called by: cli.py builds one tree in the supervisor; runtime.py hands each part its own sections. Sources, later
-ones win: *defaults, then those of the device, then the YAML file, then flags and `--set section.field=value`*. This is the only module
-that knows all sections; their meaning and their checks live in the folders that own them.
+ones win: *defaults, those of the device, the YAML file, flags and `--set section.field=value`*. This is the only
+module that knows all sections; their meaning and their checks live in the folders that own them.
 """
 
 import re
