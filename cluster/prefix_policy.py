@@ -15,7 +15,8 @@ prefixes spread when there is time to compute them twice, and stay together when
 go by load alone. At an idle replica there are no others. So affinity never beats an idle replica by more
 than the prefill that it saves. It cannot pile up either: a replica that has more queued than `BOUND` times the
 mean, and beyond that more than the request saves there, or one step takes away, is passed over while another has not;
-and so is one whose steps take more than `BOUND` times the mean, with which everybody's tokens come.
+and so is one whose steps, with which everybody's tokens come, take more than `BOUND` times the mean, and beyond that
+more than the request itself adds to a step: where one request runs, there is room for a second.
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ class PrefixAware:
         reason = RoutingReason.LOAD
         saved = hits.get(ranks[best], 0)
         most = BOUND * mean_queued + max(budget, saved)
-        longest = BOUND * sum(steps) / num_replicas
+        longest = BOUND * sum(steps) / num_replicas + decode + prompt * context
         if order[best].prefill_tokens > most or steps[best] > longest:
             below = [
                 index

@@ -5,10 +5,12 @@ Called by: LoadBook, with every pair of consecutive reports of one replica. The 
     busy time = steps * base + prefill tokens * p + decode tokens * d + steps * context tokens * c
 
 fitted by least squares over all replicas, which run on equal devices; old observations fade. No coefficient is
-negative: one that would be is left out, and the others are fitted again. Where nothing was observed yet the
-coefficients are in proportion to `PRIOR`; only their proportions matter to a balancer.
+negative: one that would be is left out, and the others are fitted again. What the observations do not tell apart (with
+one request at a time each step makes one token) is shared out in proportion to `PRIOR`, and so is everything where
+nothing was observed yet; only the proportions matter to a balancer.
 """
 
+import operator
 from collections.abc import Sequence
 
 import msgspec
@@ -19,7 +21,10 @@ KEEP = 0.995
 """What is left of an observation when the next one comes: the last few hundred count."""
 SOLVE_EVERY = 16
 """Observations between two fits: one costs about as much as a few decisions."""
-_RIDGE = 1e-3
+_PRIOR_FACTOR = 4.0
+"""Coefficients are that many times their prior, give or take: what is nothing unusual."""
+_LEAST_ERROR = 0.01
+"""Of a prediction; none is better, which also keeps the equations solvable."""
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +37,12 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def predict(self, work: "StepWork") -> float:
         """Seconds that this work takes."""
-        weights = (self.base_s, self.prefill_token_s, self.decode_token_s, self.context_token_s)
-        return sum(weight * amount for weight, amount in zip(weights, work.amounts, strict=True))
+        return sum(weight * amount for weight, amount in zip(self.weights, work.amounts, strict=True))
+
+    @property
+    def weights(self) -> tuple[float, float, float, float]:
+        """In the order of the fields."""
+        return (self.base_s, self.prefill_token_s, self.decode_token_s, self.context_token_s)
 
 
 PRIOR = StepCost(base_s=0.1495, prefill_token_s=4.562e-3, decode_token_s=5.816e-3, context_token_s=54e-6)
@@ -45,14 +54,14 @@ more of them, and a token of context less."""
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica did between two of its reports, and how long it took.
 
-    num_context_tokens: in the KV cache for running requests, summed over the steps
+    num_context_tokens: in the KV cache for the requests of a step, when it began; summed over the steps
     """
 
     busy_s: float
     num_steps: int
     num_prefill_tokens: int
     num_output_tokens: int
-    num_context_tokens: float
+    num_context_tokens: int
 
     @property
     def amounts(self) -> tuple[float, float, float, float]:
@@ -61,7 +70,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             float(self.num_steps),
             float(self.num_prefill_tokens),
             float(self.num_output_tokens),
-            self.num_context_tokens,
+            float(self.num_context_tokens),
         )
 
 
@@ -76,7 +85,7 @@ def work_between(earlier: EngineStats, later: EngineStats) -> StepWork | None:
         num_steps=num_steps,
         num_prefill_tokens=later.num_prefill_tokens_total - earlier.num_prefill_tokens_total,
         num_output_tokens=later.num_output_tokens_total - earlier.num_output_tokens_total,
-        num_context_tokens=num_steps * (later.num_running_tokens + earlier.num_running_tokens) / 2,
+        num_context_tokens=later.num_context_tokens_total - earlier.num_context_tokens_total,
     )
 
 
@@ -88,6 +97,7 @@ class StepCostFit:
         self._products = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
         self._num_observed = 0
+        self._weight = 0.0
         self.cost = PRIOR
 
     def observe(self, stats: EngineStats) -> None:
@@ -105,6 +115,7 @@ class StepCostFit:
                 product = weight * features[row] * features[column]
                 self._products[row][column] = KEEP * self._products[row][column] + product
             self._targets[row] = KEEP * self._targets[row] + weight * features[row] * busy_s
+        self._weight = KEEP * self._weight + 1.0
         self._num_observed += 1
         if self._num_observed % SOLVE_EVERY == 0:
             self.cost = self._solve()
@@ -115,7 +126,7 @@ class StepCostFit:
 
     def _solve(self) -> StepCost:
         """Least squares, drawn a little towards the prior, which is scaled to the time that was really observed."""
-        prior = (PRIOR.base_s, PRIOR.prefill_token_s, PRIOR.decode_token_s, PRIOR.context_token_s)
+        prior = PRIOR.weights
         predicted = sum(target * value for target, value in zip(self._targets, prior, strict=True))
         quadratic = sum(
             prior[row] * self._products[row][column] * prior[column]
@@ -124,8 +135,9 @@ class StepCostFit:
         )
         scale = predicted / quadratic if quadratic > 0 else 1.0
         centre = [value * scale for value in prior]
-        # A coefficient that was never seen to matter stays at its prior.
-        strength = [max(_RIDGE * self._products[i][i], 1e-30) for i in range(4)]
+        # As a Gaussian prior would: the less sure the observations, the more it has to say.
+        noise = max(_LEAST_ERROR**2, self._mean_square_error(centre if self.cost is PRIOR else self.cost.weights))
+        strength = [noise / (_PRIOR_FACTOR * value) ** 2 for value in centre]
         active = [0, 1, 2, 3]
         values = [0.0] * 4
         while active:
@@ -147,6 +159,16 @@ class StepCostFit:
             decode_token_s=values[2],
             context_token_s=values[3],
         )
+
+
+    def _mean_square_error(self, values: Sequence[float]) -> float:
+        """Of the predictions with these coefficients, relative to what was observed."""
+        explained = sum(
+            values[row]
+            * (2 * self._targets[row] - sum(map(operator.mul, self._products[row], values)))
+            for row in range(4)
+        )
+        return 1.0 - explained / self._weight
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

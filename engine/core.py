@@ -357,6 +357,7 @@ class EngineCore:
             prefix_queried_tokens=stats.prefix_queried_tokens,
             prefix_hit_tokens=stats.prefix_hit_tokens,
             num_prefill_tokens_total=stats.num_prefill_tokens_total,
+            num_context_tokens_total=stats.num_context_tokens_total,
             num_output_tokens_total=stats.num_output_tokens_total,
         )
 

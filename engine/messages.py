@@ -188,7 +188,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running_tokens:    tokens of running requests that are in the KV cache
     admitted:              by front end, the last request that these numbers count; taken together with them
     busy_s:                time with a step in flight, in seconds; a counter like those below
-    prefix_*_tokens, num_preemptions, num_steps, num_*_tokens_total: counters since the start of this epoch
+    num_context_tokens_total: tokens in the KV cache for the requests of a step, when it began; summed over the steps
+    prefix_*_tokens, num_preemptions, num_steps, num_*_tokens_total: counters since the start of this epoch; those of
+                           steps count the steps that are back, as busy_s does
     """
 
     dp_rank: int
@@ -210,4 +212,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_prefill_tokens_total: int = 0
+    num_context_tokens_total: int = 0
     num_output_tokens_total: int = 0

@@ -61,14 +61,16 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._num_watermark_blocks = max(1, int(WATERMARK * kv_cache_manager.num_blocks))
         self._book = RequestBook(kv_cache_manager, max_overtakes=config.max_overtakes)
-        # The requests that sample in each step in flight, the oldest step first.
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        # Number, requests that sample, and prefill tokens of each step in flight, the oldest step first.
+        self._in_flight: deque[tuple[int, list[Request], int]] = deque()
         self._num_arrived = 0
         self._num_steps = 0
+        self._num_steps_done = 0
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
         self._num_prefill_tokens_total = 0
+        self._num_context_tokens_total = 0
         self._num_output_tokens_total = 0
 
     @property
@@ -185,7 +187,7 @@ class Scheduler:
         if not plan.num_scheduled_tokens:
             return None
         self._num_steps += 1
-        self._in_flight.append((self._num_steps, plan.sampling))
+        self._in_flight.append((self._num_steps, plan.sampling, plan.num_prefill_tokens))
         return SchedulerOutput(
             step=self._num_steps,
             new_requests=plan.new_requests,
@@ -201,13 +203,18 @@ class Scheduler:
 
     def fill_grammar_masks(self) -> GrammarMasks:
         """Say what may come next in the oldest step in flight. To be asked as soon as it is the oldest."""
-        return fill_grammar_masks(*self._in_flight[0], self._vocab_size)
+        step, sampling, _ = self._in_flight[0]
+        return fill_grammar_masks(step, sampling, self._vocab_size)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepOutputs:
         """Take over what the oldest step in flight sampled. Returns what there is to say of those that got a token."""
-        step, sampling = self._in_flight.popleft()
+        step, sampling, num_prefill_tokens = self._in_flight.popleft()
         assert output.step == scheduled.step == step, "the result of another step"
         assert len(output.sampled_token_ids) == len(sampling), "scheduler and workers disagree on who samples"
+        # Counted now, not when it was planned: what the time of the steps is compared with must be of the same steps.
+        self._num_steps_done = step
+        self._num_prefill_tokens_total += num_prefill_tokens
+        self._num_context_tokens_total += sum(scheduled.num_computed_tokens)
         outputs = StepOutputs()
         # Looked up once: this loop, and that of `_schedule_running`, are what a step costs for each request.
         finished = RequestStatus.FINISHED
@@ -250,11 +257,12 @@ class Scheduler:
             num_free_blocks=self._kv.num_free_blocks,
             num_free_tokens=self._kv.num_free_tokens,
             num_blocks=self._kv.num_blocks,
-            num_steps=self._num_steps,
+            num_steps=self._num_steps_done,
             num_preemptions=self._num_preemptions,
             prefix_queried_tokens=self._prefix_queried_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             num_prefill_tokens_total=self._num_prefill_tokens_total,
+            num_context_tokens_total=self._num_context_tokens_total,
             num_output_tokens_total=self._num_output_tokens_total,
         )
 
@@ -263,7 +271,7 @@ class Scheduler:
         self._kv.check_invariants()
         self._book.check_invariants()
         assert len(self._book.running) <= self._config.max_num_seqs
-        in_flight = [id(request) for _, sampling in self._in_flight for request in sampling]
+        in_flight = [id(request) for _, sampling, _ in self._in_flight for request in sampling]
         for request in self._book:
             assert request.num_placeholders == in_flight.count(id(request))
             assert request.num_tokens + request.num_placeholders <= request.max_num_tokens
@@ -306,7 +314,7 @@ class Scheduler:
             if new_block_ids:
                 plan.new_block_ids[request.request_id] = new_block_ids
             if num_tokens - computed > 1:
-                self._num_prefill_tokens_total += num_new_tokens
+                plan.num_prefill_tokens += num_new_tokens
             plan.add(request, num_new_tokens, samples=computed + num_new_tokens == num_tokens)
         return has_preempted
 
@@ -330,7 +338,7 @@ class Scheduler:
             num_new_tokens = min(request.num_uncomputed_tokens, plan.budget, self._prefill_limit(request))
             new_block_ids = self._kv.allocate_slots(request, num_new_tokens, hits)
             assert new_block_ids is not None, "has_room_for said so"
-            self._num_prefill_tokens_total += num_new_tokens
+            plan.num_prefill_tokens += num_new_tokens
             plan.new_requests.append(request.to_new_request(self._kv.get_block_ids(request.request_id)))
             plan.add(request, num_new_tokens, samples=num_new_tokens == request.num_uncomputed_tokens)
 

@@ -14,7 +14,8 @@ class SchedulerStats:
     num_running_tokens: tokens of running requests that are in the KV cache
     num_free_tokens:    of one request that would take all free blocks
     kv_usage:           part of the blocks that running requests hold. [0, 1]
-    num_*_total, num_preemptions, num_steps, prefix_*: counters
+    num_*_total, num_preemptions, num_steps, prefix_*: counters; num_steps and num_*_total of steps that are back
+    num_context_tokens_total: tokens in the KV cache for the requests of a step, when it began; summed over the steps
     """
 
     num_waiting: int
@@ -30,4 +31,5 @@ class SchedulerStats:
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     num_prefill_tokens_total: int
+    num_context_tokens_total: int
     num_output_tokens_total: int

@@ -20,6 +20,7 @@ class StepPlan:
         "new_block_ids",
         "new_requests",
         "num_computed_tokens",
+        "num_prefill_tokens",
         "num_scheduled_tokens",
         "sampling",
     )
@@ -30,6 +31,7 @@ class StepPlan:
         self.new_requests: list[NewRequest] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.num_computed_tokens: list[int] = []
+        self.num_prefill_tokens = 0
         self.new_block_ids: dict[str, list[int]] = {}
         self.sampling: list[Request] = []
 

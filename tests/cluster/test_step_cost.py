@@ -22,23 +22,23 @@ def feed(fit: StepCostFit, cost: StepCost, num_reports: int, *, seed: int = 0, n
                 num_steps=steps,
                 num_prefill_tokens_total=prefill,
                 num_output_tokens_total=output,
-                num_running_tokens=context,
+                num_context_tokens_total=context,
             )
         )
-        now_context = rng.randrange(200_000)
         new_steps, new_prefill, new_output = rng.randrange(1, 9), rng.randrange(9000), rng.randrange(600)
+        new_context = new_steps * rng.randrange(200_000)
         spent = (
             new_steps * cost.base_s
             + new_prefill * cost.prefill_token_s
             + new_output * cost.decode_token_s
-            + new_steps * (context + now_context) / 2 * cost.context_token_s
+            + new_context * cost.context_token_s
         )
         busy_s += spent * (1 + rng.uniform(-noise, noise))
         steps, prefill, output, context = (
             steps + new_steps,
             prefill + new_prefill,
             output + new_output,
-            now_context,
+            context + new_context,
         )
 
 

@@ -1,23 +1,23 @@
-"""A replica in simulated time: the scheduler's rules, the prefix cache's, and a model of how long a step takes. Pure.
+"""A replica in simulated time: the scheduler's rules, and a model of how long a step takes. Pure.
 
-Called by: simulation.py. It follows engine/scheduler.py and engine/block_pool.py: running requests first, one token
-for each that decodes, prompts in chunks, one prompt takes at most its share while others wait, admission while blocks
-last, the youngest is preempted when they do not; free blocks keep their contents until they are needed, the least
-recently used goes first. What it leaves out: blocks are counted in tokens, and of the steps in which nothing but
-decoding happens many are done at once.
+Called by: simulation.py. It follows engine/scheduler.py and engine/kv_cache_manager.py: running requests first, one
+token for each that decodes, prompts in chunks, one prompt takes at most its share while others wait, admission while
+blocks last, the youngest is preempted when they do not; a block can be hit from the step on that computes it. What it
+leaves out: blocks are counted in tokens, and of the steps in which nothing but decoding happens many are done at once.
 
 A step takes base + prefill tokens * p + decode tokens * d + context tokens * c: the `StepCost` of a real engine.
 """
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from ....cluster.step_cost import StepCost
 from ....engine.messages import AdmittedMark, EngineStats
 from ....engine.prefix_log import PrefixDelta, PrefixLog
 from .load import SimRequest
+from .prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,11 @@ class Service:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on a replica. done_tokens: output tokens made; left: prompt tokens still to be computed."""
+    """One request on a replica.
+
+    done_tokens: output tokens made; left: prompt tokens still to be computed
+    shared:      its blocks that others can hit; num_published: of its first blocks, how many it has tried to share
+    """
 
     request: SimRequest
     client_index: int
@@ -42,7 +46,8 @@ class Job:
     num_expected_cached_tokens: int = 0
     left: int = 0
     num_cached_tokens: int = 0
-    shared: tuple[bytes, ...] = ()
+    shared: list[bytes] = field(default_factory=list)
+    num_published: int = 0
     private_tokens: int = 0
     done_tokens: int = 0
     ends_at_step: int = 0
@@ -56,75 +61,6 @@ class Job:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far, as far as they are known between steps."""
         return self.request.num_prompt_tokens + self.done_tokens
-
-
-class PrefixCache:
-    """Blocks by key, with reference counts; those that nobody uses are evicted, the least recently used first."""
-
-    def __init__(self, block_tokens: int, log: PrefixLog) -> None:
-        self.block_tokens = block_tokens
-        self._log = log
-        self._used: dict[bytes, int] = {}
-        self._free: OrderedDict[bytes, None] = OrderedDict()
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that some job uses."""
-        return len(self._used)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that could be evicted."""
-        return len(self._free)
-
-    def num_hits(self, keys: tuple[bytes, ...]) -> int:
-        """How many of the first blocks are there."""
-        count = 0
-        for key in keys:
-            if key not in self._used and key not in self._free:
-                break
-            count += 1
-        return count
-
-    def num_hits_free(self, keys: tuple[bytes, ...]) -> int:
-        """How many of these blocks, which are there, nobody uses."""
-        return sum(key in self._free for key in keys)
-
-    def use(self, keys: tuple[bytes, ...]) -> None:
-        """Take blocks, whether they are there or are about to be computed."""
-        for key in keys:
-            count = self._used.get(key, 0)
-            if count == 0:
-                if key in self._free:
-                    del self._free[key]
-                else:
-                    self._log.record(key, True)
-            self._used[key] = count + 1
-
-    def release(self, keys: tuple[bytes, ...]) -> None:
-        """Give blocks back, tails first."""
-        for key in reversed(keys):
-            count = self._used[key]
-            if count == 1:
-                del self._used[key]
-                self._free[key] = None
-            else:
-                self._used[key] = count - 1
-
-    def add_free(self, keys: tuple[bytes, ...]) -> None:
-        """Keep blocks that a finished job has made, tails first; those that are there already stay as they are."""
-        for key in reversed(keys):
-            if key not in self._used:
-                if key not in self._free:
-                    self._log.record(key, True)
-                self._free[key] = None
-                self._free.move_to_end(key)
-
-    def evict(self, count: int) -> None:
-        """Forget the least recently used blocks."""
-        for _ in range(min(count, len(self._free))):
-            key, _ = self._free.popitem(last=False)
-            self._log.record(key, False)
 
 
 class Replica:
@@ -149,11 +85,13 @@ class Replica:
         self._marks: dict[int, int] = {}
         self._began_at = 0.0
         self._step_s = 0.0
+        self._step_context_tokens = 0.0
         self._num_planned = 0
         self._chunks: list[tuple[Job, int]] = []
         self.is_busy = False
         self.generation = 0
         self.num_steps = self.num_prefill_tokens = self.num_output_tokens = self.num_preemptions = 0
+        self.num_context_tokens = 0
         self.hit_tokens = self.queried_tokens = 0
         self.busy_s = 0.0
         self._num_reports = 0
@@ -184,7 +122,7 @@ class Replica:
             chunk = min(job.left, budget, limit)
             if chunk <= 0:
                 break
-            self._chunks.append((job, chunk))
+            self._plan(job, chunk)
             budget -= chunk
             num_prefill_tokens += chunk
         num_prefill_tokens += self._admit(budget, limit)
@@ -196,7 +134,10 @@ class Replica:
             num_steps = max(1, self._decoding[0][0] - self.num_steps)
             if self._num_decoding:
                 num_steps = max(1, min(num_steps, self._free_tokens() // self._num_decoding))
-        context = self._context_tokens + self._num_decoding * (num_steps - 1) / 2
+        # Every decoding job grows by a token a step. A prompt's tokens are in the cache once they are computed.
+        grown = self._num_decoding * (num_steps - 1) / 2
+        context = self._context_tokens + self._computed_before() + grown
+        self._step_context_tokens = context
         self._step_s = (
             cost.base_s
             + num_prefill_tokens * cost.prefill_token_s
@@ -227,6 +168,7 @@ class Replica:
         self.has_changed = True
         self.num_steps += num_steps
         self.busy_s += num_steps * self._step_s
+        self.num_context_tokens += round(num_steps * self._step_context_tokens)
         grown = num_steps * self._num_decoding
         self._context_tokens += grown
         self._private_tokens += grown
@@ -260,7 +202,7 @@ class Replica:
             num_free_blocks=max(0, self._free_tokens()) // block_tokens,
             num_free_tokens=max(0, self._free_tokens()),
             num_blocks=capacity // block_tokens,
-            num_running_tokens=self._context_tokens + self._computed_prefill(),
+            num_running_tokens=self._context_tokens + sum(job.num_tokens - job.left for job in self._prefilling),
             admitted=[
                 AdmittedMark(client_index=client, incarnation=0, number=number)
                 for client, number in self._marks.items()
@@ -268,11 +210,12 @@ class Replica:
             busy_s=self.busy_s,
             num_steps=self.num_steps,
             num_prefill_tokens_total=self.num_prefill_tokens,
+            num_context_tokens_total=self.num_context_tokens,
             num_output_tokens_total=self.num_output_tokens,
         )
 
-    def _computed_prefill(self) -> int:
-        return sum(job.num_tokens - job.left for job in self._prefilling)
+    def _computed_before(self) -> int:
+        return sum(job.num_tokens - job.left for job, _ in self._chunks)
 
     def _free_tokens(self) -> int:
         """Tokens that nobody uses, evictable blocks included."""
@@ -306,17 +249,32 @@ class Replica:
             job.left = job.num_tokens - job.num_cached_tokens
             self.queried_tokens += job.num_tokens
             self.hit_tokens += job.num_cached_tokens
-            job.shared = keys
-            job.private_tokens = job.num_tokens - len(keys) * block_tokens
-            self._cache.use(keys)
+            job.shared = list(keys[:hits])
+            job.num_published = hits
+            job.private_tokens = job.left
+            self._cache.use(job.shared)
             self._private_tokens += job.private_tokens
             self._evict()
             chunk = min(job.left, budget, limit)
             self._prefilling.append(job)
-            self._chunks.append((job, chunk))
+            self._plan(job, chunk)
             budget -= chunk
             num_tokens += chunk
         return num_tokens
+
+    def _plan(self, job: Job, chunk: int) -> None:
+        """Compute a part of a prompt in the coming step. Its full blocks can be hit from now on."""
+        self._chunks.append((job, chunk))
+        block_tokens = self._cache.block_tokens
+        keys = job.request.keys[: job.request.num_prompt_blocks]
+        num_full = (job.num_tokens - job.left + chunk) // block_tokens
+        for key in keys[job.num_published : num_full]:
+            # What another one computes as well stays with both, and the other's is found.
+            if self._cache.add(key):
+                job.shared.append(key)
+                job.private_tokens -= block_tokens
+                self._private_tokens -= block_tokens
+        job.num_published = max(job.num_published, num_full)
 
     def _take_finished(self, now: float) -> list[Job]:
         finished = []
