@@ -136,7 +136,9 @@ class StepCostFit:
         scale = predicted / quadratic if quadratic > 0 else 1.0
         centre = [value * scale for value in prior]
         # As a Gaussian prior would: the less sure the observations, the more it has to say.
-        noise = max(_LEAST_ERROR**2, self._mean_square_error(centre if self.cost is PRIOR else self.cost.weights))
+        noise = max(
+            _LEAST_ERROR**2, self._mean_square_error(centre if self.cost is PRIOR else self.cost.weights)
+        )
         strength = [noise / (_PRIOR_FACTOR * value) ** 2 for value in centre]
         active = [0, 1, 2, 3]
         values = [0.0] * 4
@@ -160,12 +162,10 @@ class StepCostFit:
             context_token_s=values[3],
         )
 
-
     def _mean_square_error(self, values: Sequence[float]) -> float:
         """Of the predictions with these coefficients, relative to what was observed."""
         explained = sum(
-            values[row]
-            * (2 * self._targets[row] - sum(map(operator.mul, self._products[row], values)))
+            values[row] * (2 * self._targets[row] - sum(map(operator.mul, self._products[row], values)))
             for row in range(4)
         )
         return 1.0 - explained / self._weight

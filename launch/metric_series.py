@@ -129,7 +129,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "phalanx_kv_blocks_total": ("KV blocks of the replica.", lambda stats: stats.num_blocks),
 }
-COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], int]]] = {
+COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "phalanx_prefix_cache_queried_tokens": (
         "Prompt tokens looked up in the prefix cache.",
         lambda stats: stats.prefix_queried_tokens,
@@ -148,6 +148,11 @@ COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], int]]] = {
         "Output tokens that were computed.",
         lambda stats: stats.num_output_tokens_total,
     ),
+    "phalanx_engine_context_tokens": (
+        "Tokens in the KV cache for the requests of a step, summed over the steps.",
+        lambda stats: stats.num_context_tokens_total,
+    ),
+    "phalanx_engine_busy_seconds": ("Time with a step in flight.", lambda stats: stats.busy_s),
 }
 PROCESS_COUNTERS: Mapping[str, tuple[str, Callable[[ProcessInfo], int]]] = {
     "phalanx_process_restarts": (

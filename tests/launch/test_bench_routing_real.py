@@ -75,7 +75,6 @@ def test_metrics_without_a_series_are_refused() -> None:
     ("words", "said"),
     [
         (["--policies", "best"], "--policies: 'best' is none of prefix_aware"),
-        (["--dp", "2,4", "--slower", "1,2,3"], "--slower: 3 numbers for 2 of --dp"),
         (["--rate", "0"], "--rate: must be above 0"),
         (["--think-s", "nan"], "--think-s: must be above 0"),
     ],
@@ -105,3 +104,4 @@ def test_two_real_replicas_find_what_the_simulated_ones_find(tmp_path: Path) -> 
         assert min(one["replica_tokens"]) > 0
         assert one["hit_rate"] > 0.4
         assert one["hit_rate"] == pytest.approx(one["simulated_hit_rate"], abs=0.2)
+        assert one["slowness"] > 0

@@ -3,7 +3,7 @@
 Called by: cli.py. For each number of replicas and each policy it starts a cluster, plays seeded chats through it
 (real_chats.py), and reads from its metrics how much of the prompts was in the prefix caches, and how even the work of
 the replicas was. Then the same chats run in simulated time, under the same policy, with as many replicas of the
-measured kind. Neither number depends much on how quick the machine is.
+measured kind; their steps take as many times as long as those of the real ones did, for replicas share cores.
 
 Every seed has tokens of its own: to its chats the cache, full of others' blocks, is as good as empty.
 """
@@ -60,6 +60,7 @@ class RealRun(msgspec.Struct, frozen=True, kw_only=True):
     """One seed's chats on one cluster. spread: tokens computed by the busiest replica / mean.
 
     replica_tokens: computed by each replica, prefill and output
+    slowness:       how many times as long as the service says the replicas' steps took
     """
 
     data_parallel_size: int
@@ -67,6 +68,7 @@ class RealRun(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     num_requests: int
     kv_tokens: int
+    slowness: float
     replica_tokens: list[int]
     hit_rate: float
     spread: float
@@ -80,9 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--service", type=Path, required=True, metavar="FILE",
                         help="result of cluster-bench steps: same model, device, limits of a step")  # fmt: skip
     parser.add_argument("--dp", type=positive_list, default=(2,), metavar="N,...", help="replicas (2)")
-    parser.add_argument("--slower", type=_factors, default=(1.0,), metavar="X,...",
-                        help="a step takes X times as long as measured, where replicas share cores; for each of --dp "
-                        "(1)")  # fmt: skip
     parser.add_argument("--policies", type=lambda text: tuple(text.split(",")), metavar="NAME,...",
                         default=("prefix_aware", "round_robin"),
                         help=f"of {', '.join(policies)} (prefix_aware,round_robin)")  # fmt: skip
@@ -100,9 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     """Measure, simulate and report. Raises BenchError."""
     launch = arguments.launch[1:] if arguments.launch[:1] == ["--"] else arguments.launch
-    slower = arguments.slower * len(arguments.dp) if len(arguments.slower) == 1 else arguments.slower
-    if len(slower) != len(arguments.dp):
-        raise BenchError(f"--slower: {len(slower)} numbers for {len(arguments.dp)} of --dp")
     for flag, value in (("--rate", arguments.rate), ("--think-s", arguments.think_s)):
         if not 0 < value < float("inf"):
             raise BenchError(f"{flag}: must be above 0, not {value}")
@@ -116,10 +112,10 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     }
     runs: list[RealRun] = []
     with Progress(NAME, len(arguments.dp) * len(arguments.policies) * len(loads)) as progress:
-        for dp, factor in zip(arguments.dp, slower, strict=True):
+        for dp in arguments.dp:
             for policy in arguments.policies:
                 progress.say(f"dp {dp}, {policy}")
-                for one in measure_cluster(launch, dp, policy, loads, slow_down(service, factor)):
+                for one in measure_cluster(launch, dp, policy, loads, service):
                     runs.append(one)
                     progress.advance()
     writer.finish(
@@ -129,9 +125,8 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         runs=runs,
         out=sys.stdout,
         notes=[
-            f"the service of the simulation ({source}): {describe(service)}",
-            *(f"dp {dp}: a step takes {factor:g} times as long" for dp, factor in zip(arguments.dp, slower, strict=True)
-              if factor != 1.0),
+            f"the service of the simulation ({source}): "
+            f"{describe(replace(service, capacity_tokens=runs[0].kv_tokens))}",
             f"load: chats of up to 16 turns that begin with one of {SHORT_CHATS.num_systems} system prompts, "
             f"{arguments.rate:g} requests a second; every answer is one token again and again, so that prompts of "
             "later turns are known",
@@ -187,14 +182,16 @@ def compare_table(runs: Sequence[RealRun]) -> Table:
             show_spread(over_runs(one.spread for one in group)),
             show_spread(over_runs(one.simulated_spread for one in group)),
             f"{max(abs(one.spread - one.simulated_spread) for one in group):.2f}",
+            show_spread(over_runs(one.slowness for one in group)),
         ]
         for (dp, policy), group in groups.items()
     ]
     return Table(
         title="Prefix hits (% of prompt tokens) and spread (tokens computed, busiest replica / mean)",
-        columns=["cluster", "hits", "simulated", "apart", "max/mean", "simulated", "apart"],
+        columns=["cluster", "hits", "simulated", "apart", "max/mean", "simulated", "apart", "slowness"],
         rows=rows,
-        note="Apart: the largest difference between the two numbers of one seed; of hits in points.",
+        note="Apart: the largest difference between the two numbers of one seed; of hits in points. Slowness: how "
+        "many times as long as the service says the steps of the real replicas took; the simulated ones took as long.",
     )
 
 
@@ -208,12 +205,16 @@ async def _measure(url: str, load: Load, seed: int, dp: int, policy: str, servic
         counts = await wait_counts(http, before, expected)
     finally:
         await http.close()
+    works = [one.work for one in counts.values()]
+    slowness = sum(work.busy_s for work in works) / sum(service.cost.predict(work) for work in works)
     tokens = [counts[rank].prefill_tokens + counts[rank].output_tokens for rank in range(dp)]
     kv_tokens = min(one.num_blocks for one in counts.values()) * load.block_tokens
     simulated = measure(
         load,
         policy,
-        Cluster(data_parallel_size=dp, service=replace(service, capacity_tokens=kv_tokens)),
+        Cluster(
+            data_parallel_size=dp, service=replace(slow_down(service, slowness), capacity_tokens=kv_tokens)
+        ),
         seed=seed,
     )
     queried = sum(one.queried_tokens for one in counts.values())
@@ -223,16 +224,10 @@ async def _measure(url: str, load: Load, seed: int, dp: int, policy: str, servic
         seed=seed,
         num_requests=load.num_requests,
         kv_tokens=kv_tokens,
+        slowness=slowness,
         replica_tokens=tokens,
         hit_rate=sum(one.hit_tokens for one in counts.values()) / max(1, queried),
         spread=spread_of(tokens),
         simulated_hit_rate=simulated.hit_rate,
         simulated_spread=simulated.spread,
     )
-
-
-def _factors(text: str) -> tuple[float, ...]:
-    values = tuple(float(part) for part in text.split(","))
-    if any(not 0 < value < float("inf") for value in values):
-        raise ValueError(text)
-    return values

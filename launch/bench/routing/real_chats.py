@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ....cluster.step_cost import StepWork
 from ..errors import BenchError
 from ..http_client import HttpClient
 from ..openai_client import OpenAIClient
@@ -30,18 +31,38 @@ _SERIES = {
     "hit_tokens": "phalanx_prefix_cache_hit_tokens_total",
     "prefill_tokens": "phalanx_engine_prefill_tokens_total",
     "output_tokens": "phalanx_engine_output_tokens_total",
+    "context_tokens": "phalanx_engine_context_tokens_total",
+    "num_steps": "phalanx_engine_steps_total",
+    "busy_s": "phalanx_engine_busy_seconds_total",
     "num_blocks": "phalanx_kv_blocks_total",
 }
 
 
 class ReplicaCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the metrics say of one replica. All but num_blocks are counters."""
+    """What the metrics say of one replica. All but num_blocks are counters.
+
+    context_tokens: in the KV cache for the requests of a step, summed over the steps; busy_s: with a step in flight
+    """
 
     queried_tokens: int
     hit_tokens: int
     prefill_tokens: int
     output_tokens: int
+    context_tokens: int
+    num_steps: int
+    busy_s: float
     num_blocks: int
+
+    @property
+    def work(self) -> StepWork:
+        """What was computed, and how long it took."""
+        return StepWork(
+            busy_s=self.busy_s,
+            num_steps=self.num_steps,
+            num_prefill_tokens=self.prefill_tokens,
+            num_output_tokens=self.output_tokens,
+            num_context_tokens=self.context_tokens,
+        )
 
     def since(self, before: "ReplicaCounts") -> "ReplicaCounts":
         """What was counted after `before`."""
@@ -50,6 +71,9 @@ class ReplicaCounts(msgspec.Struct, frozen=True, kw_only=True):
             hit_tokens=self.hit_tokens - before.hit_tokens,
             prefill_tokens=self.prefill_tokens - before.prefill_tokens,
             output_tokens=self.output_tokens - before.output_tokens,
+            context_tokens=self.context_tokens - before.context_tokens,
+            num_steps=self.num_steps - before.num_steps,
+            busy_s=self.busy_s - before.busy_s,
             num_blocks=self.num_blocks,
         )
 
@@ -140,13 +164,14 @@ async def read_counts(http: HttpClient) -> dict[int, ReplicaCounts]:
 
 def parse_counts(text: str) -> dict[int, ReplicaCounts]:
     """Read the replicas' counts out of Prometheus's text. Pure. Raises BenchError when a series is missing."""
-    found: dict[int, dict[str, int]] = {}
+    found: dict[int, dict[str, float]] = {}
     for field, series in _SERIES.items():
         for rank, value in re.findall(rf'^{series}\{{[^}}]*dp_rank="(\d+)"[^}}]*\}} (\S+)$', text, re.M):
-            found.setdefault(int(rank), {})[field] = int(float(value))
+            number = float(value)
+            found.setdefault(int(rank), {})[field] = int(number) if number.is_integer() else number
     try:
-        return {rank: ReplicaCounts(**fields) for rank, fields in sorted(found.items())}
-    except TypeError as error:
+        return {rank: msgspec.convert(fields, ReplicaCounts) for rank, fields in sorted(found.items())}
+    except msgspec.ValidationError as error:
         raise BenchError(f"the metrics of the server lack a series: {error}") from None
 
 

@@ -202,7 +202,8 @@ class Replica:
             num_free_blocks=max(0, self._free_tokens()) // block_tokens,
             num_free_tokens=max(0, self._free_tokens()),
             num_blocks=capacity // block_tokens,
-            num_running_tokens=self._context_tokens + sum(job.num_tokens - job.left for job in self._prefilling),
+            num_running_tokens=self._context_tokens
+            + sum(job.num_tokens - job.left for job in self._prefilling),
             admitted=[
                 AdmittedMark(client_index=client, incarnation=0, number=number)
                 for client, number in self._marks.items()
