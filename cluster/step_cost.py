@@ -164,10 +164,10 @@ class StepCostFit:
 
     def _mean_square_error(self, values: Sequence[float]) -> float:
         """Of the predictions with these coefficients, relative to what was observed."""
-        explained = sum(
-            values[row] * (2 * self._targets[row] - sum(map(operator.mul, self._products[row], values)))
-            for row in range(4)
-        )
+        explained = 0.0
+        for row, value in enumerate(values):
+            predicted = sum(map(operator.mul, self._products[row], values))
+            explained += value * (2 * self._targets[row] - predicted)
         return 1.0 - explained / self._weight
 
 

@@ -173,6 +173,20 @@ def test_a_replica_whose_steps_take_much_longer_is_passed_over() -> None:
     assert decision.reason is RoutingReason.BOUND
 
 
+def test_one_running_request_does_not_keep_the_next_turn_from_its_prefix() -> None:
+    idle = [load(rank) for rank in range(1, 4)]
+
+    for running_tokens in (100, 3_000, 30_000):
+        busy = load(0, 1, running_tokens=running_tokens)
+        decision = choose(
+            make_balancer(RoutingPolicy.PREFIX_AWARE),
+            [busy, *idle],
+            prompt=running_tokens + 50,
+            cached={0: running_tokens},
+        )
+        assert decision.dp_rank == 0
+
+
 def test_a_full_cache_costs_the_wait_for_blocks() -> None:
     loads = [
         load(0, 20, running_tokens=100_000, headroom_tokens=0),

@@ -52,6 +52,34 @@ def test_it_finds_the_cost_of_each_part() -> None:
     assert fit.cost.context_token_s == pytest.approx(TRUE.context_token_s, rel=0.3)
 
 
+def test_what_cannot_be_told_apart_is_shared_out_as_the_prior_has_it() -> None:
+    # One request at a time: as many decode tokens as steps, and always about the same context.
+    fit = StepCostFit()
+    rng = random.Random(5)
+    busy_s, steps, prefill = 0.0, 0, 0
+    for number in range(400):
+        fit.observe(
+            make_stats(
+                0,
+                sequence=number,
+                busy_s=busy_s,
+                num_steps=steps,
+                num_prefill_tokens_total=prefill,
+                num_output_tokens_total=steps,
+                num_context_tokens_total=500 * steps,
+            )
+        )
+        new_steps, new_prefill = rng.randrange(1, 9), rng.randrange(300)
+        busy_s += (new_steps * 0.01 + new_prefill * 1e-4) * rng.uniform(0.7, 1.4)
+        steps, prefill = steps + new_steps, prefill + new_prefill
+
+    base, _, decode, context = fit.cost.weights
+    together = base + decode + 500 * context
+    assert together == pytest.approx(0.01, rel=0.2)
+    assert fit.cost.prefill_token_s == pytest.approx(1e-4, rel=0.2)
+    assert base > 0.8 * together
+
+
 def test_it_follows_a_change() -> None:
     fit = StepCostFit()
     feed(fit, TRUE, 300)

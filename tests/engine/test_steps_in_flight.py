@@ -31,6 +31,29 @@ def test_a_step_is_planned_while_the_one_before_it_is_in_flight():
     assert second.num_computed_tokens == [5]
 
 
+def test_counters_are_those_of_the_steps_that_are_back():
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request("a", num_prompt_tokens=5, max_tokens=9))
+    runner = FakeModelRunner()
+
+    first, second = scheduler.schedule(), scheduler.schedule()
+
+    def counted():
+        stats = scheduler.stats()
+        return (
+            stats.num_steps,
+            stats.num_prefill_tokens_total,
+            stats.num_output_tokens_total,
+            stats.num_context_tokens_total,
+        )
+
+    assert counted() == (0, 0, 0, 0)
+    scheduler.update_from_output(first, runner.execute(first))
+    assert counted() == (1, 5, 1, 0)
+    scheduler.update_from_output(second, runner.execute(second))
+    assert counted() == (2, 5, 2, 5)
+
+
 def test_nothing_is_scheduled_past_the_last_token_of_a_request():
     scheduler, _ = make_scheduler()
     scheduler.add_request(make_request("a", max_tokens=3))
