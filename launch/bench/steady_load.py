@@ -55,12 +55,6 @@ class SteadyLoad:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
 
-def longest_pause_s(record: RequestRecord) -> float:
-    """Return the longest time that the client of a stream waited for the next piece, or for the first."""
-    instants = [record.sent_at, *record.token_at]
-    return max((after - before for before, after in itertools.pairwise(instants)), default=0.0)
-
-
 async def make_client(http: HttpClient, *, timeout_s: float) -> OpenAIClient:
     """Make a client of a cluster's completions endpoint that keeps the texts. Raises BenchError."""
     return OpenAIClient(

@@ -26,10 +26,12 @@ from .http_client import HttpClient
 from .launched_cluster import LaunchedCluster, proportional_size
 from .openai_client import OpenAIClient, RequestRecord
 from .options import positive
+from .pauses import Death, Pauses, SlowPauses, explain_pauses, measure_pauses
+from .pauses import make_table as make_pause_table
 from .progress import Progress
 from .report import ReportWriter, Table, show_number
-from .stats import over_runs, summarize
-from .steady_load import SteadyLoad, longest_pause_s, make_bodies, make_client
+from .stats import over_runs
+from .steady_load import SteadyLoad, make_bodies, make_client
 
 NAME = "torture"
 HELP = "kill processes of a cluster at random under live streams: requests lost, pauses, memory"
@@ -54,28 +56,21 @@ class MemorySample(msgspec.Struct, frozen=True, kw_only=True):
     all_bytes: int
 
 
-class Pauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest wait for a piece, or the first, of each stream, in milliseconds."""
-
-    p50: float
-    p99: float
-    max: float
-
-
 class TortureRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it.
 
-    kills:         by process
+    deaths:        in the order of time
     num_requests:  streams that ended after the killing began
     num_lost:      ended with an error, but for those of a killed API server; errors: by kind
     num_broken:    were held by an API server when it was killed
     num_different: ended well, and with another text than undisturbed
     undisturbed, tortured: pauses before the killing, and since
+    slow:          the latter as far as they are longer than any of the former, by the deaths that lay in them
     """
 
     duration_s: float
     seed: int
-    kills: dict[str, int]
+    deaths: list[Death]
     num_requests: int
     num_lost: int
     num_broken: int
@@ -83,6 +78,7 @@ class TortureRun(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     undisturbed: Pauses
     tortured: Pauses
+    slow: list[SlowPauses]
     memory: list[MemorySample]
 
 
@@ -126,9 +122,10 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
 
 def make_tables(result: TortureRun) -> list[Table]:
     """Lay out what came of it."""
+    kills = Counter(death.victim for death in result.deaths)
     rows = [
         ["minutes", show_number(result.duration_s / 60)],
-        ["kills", f"{sum(result.kills.values())}"],
+        ["kills", f"{kills.total()}"],
         ["requests", f"{result.num_requests}"],
         ["requests lost", f"{result.num_lost}"],
         ["with another text than undisturbed", f"{result.num_different}"],
@@ -153,8 +150,9 @@ def make_tables(result: TortureRun) -> list[Table]:
         Table(
             title="Kills",
             columns=["process", "times"],
-            rows=[[victim, str(count)] for victim, count in sorted(result.kills.items())],
+            rows=[[victim, str(count)] for victim, count in sorted(kills.items())],
         ),
+        make_pause_table(result.slow),
     ]
 
 
@@ -182,14 +180,19 @@ def dp_rank_of(role: str) -> int:
 
 def judge(
     records: Sequence[RequestRecord],
-    texts: dict[int, str],
-    broken_at: Sequence[float],
+    calm: Sequence[RequestRecord],
+    deaths: Sequence[Death],
+    began_at: float,
     **fields: object,
 ) -> TortureRun:
     """Count what became of the streams.
 
-    texts:     undisturbed, by index; broken_at: instants at which an API server was killed
+    calm:     the records of the same requests, undisturbed
+    began_at: `time.perf_counter()` when the killing began
     """
+    texts = {record.index: record.text for record in calm}
+    undisturbed = measure_pauses(calm)
+    broken_at = [began_at + death.at_s for death in deaths if death.victim.startswith(_API_SERVER)]
     failed = [record for record in records if record.error is not None]
     broken = [
         record
@@ -198,25 +201,23 @@ def judge(
     ]
     lost = [record for record in failed if record not in broken]
     done = [record for record in records if record.error is None]
+    slow = explain_pauses(done, deaths, began_at=began_at, longer_than_s=undisturbed.max / 1000)
     return msgspec.convert(
         {
+            "deaths": deaths,
             "num_requests": len(records),
             "num_lost": len(lost),
             "num_broken": len(broken),
             "num_different": sum(record.text != texts[record.index] for record in done),
             "errors": dict(Counter(f"{record.error}: {record.error_detail}" for record in lost)),
+            "undisturbed": undisturbed,
             "tortured": measure_pauses(done),
+            "slow": slow,
             **fields,
         },
         TortureRun,
         from_attributes=True,
     )
-
-
-def measure_pauses(records: Sequence[RequestRecord]) -> Pauses:
-    """Summarise the longest pause of each stream."""
-    summary = summarize(1000 * longest_pause_s(record) for record in records)
-    return Pauses(p50=summary.p50, p99=summary.p99, max=summary.max)
 
 
 async def _torture(cluster: LaunchedCluster, arguments: argparse.Namespace) -> TortureRun:
@@ -237,11 +238,10 @@ async def _torture(cluster: LaunchedCluster, arguments: argparse.Namespace) -> T
         calm = await _ask_all(client, bodies, arguments.concurrency)
         load = SteadyLoad(client, bodies, concurrency=arguments.concurrency)
         tormentor = _Tormentor(cluster, probe, arguments)
-        began_at = time.perf_counter()
         await tormentor.run()
         await probe.wait_whole(BACK_TIMEOUT_S)
         records = await load.stop()
-        duration_s = time.perf_counter() - began_at
+        duration_s = time.perf_counter() - tormentor.began_at
     finally:
         if load is not None:
             await load.cancel()
@@ -249,12 +249,11 @@ async def _torture(cluster: LaunchedCluster, arguments: argparse.Namespace) -> T
         await http.close()
     return judge(
         records,
-        {record.index: record.text for record in calm},
-        tormentor.broken_at,
+        calm,
+        tormentor.deaths,
+        tormentor.began_at,
         duration_s=duration_s,
         seed=arguments.seed,
-        kills=dict(tormentor.kills),
-        undisturbed=measure_pauses(calm),
         memory=tormentor.memory,
     )
 
@@ -278,8 +277,8 @@ class _Tormentor:
     """Kills, and samples memory, for as long as it was told to."""
 
     def __init__(self, cluster: LaunchedCluster, probe: FleetProbe, arguments: argparse.Namespace) -> None:
-        self.kills: Counter[str] = Counter()
-        self.broken_at: list[float] = []
+        self.began_at = time.perf_counter()
+        self.deaths: list[Death] = []
         self.memory: list[MemorySample] = []
         self._cluster = cluster
         self._probe = probe
@@ -290,16 +289,15 @@ class _Tormentor:
         self._hurt: set[int] = set()
 
     async def run(self) -> None:
-        began_at = time.perf_counter()
         next_kill_s = self._draw_pause()
         next_sample_s = 0.0
         seconds_shown = 0
         with Progress("torture", round(self._duration_s)) as progress:
-            while (elapsed_s := time.perf_counter() - began_at) < self._duration_s:
+            while (elapsed_s := time.perf_counter() - self.began_at) < self._duration_s:
                 if elapsed_s >= next_sample_s:
                     next_sample_s = elapsed_s + _SAMPLE_EVERY_S
                     self._sample(elapsed_s)
-                    progress.show(f"torture: {sum(self.kills.values())} kills")
+                    progress.show(f"torture: {len(self.deaths)} kills")
                 if elapsed_s >= next_kill_s:
                     next_kill_s = elapsed_s + self._draw_pause()
                     if (victim := await self._kill()) is not None:
@@ -323,11 +321,9 @@ class _Tormentor:
             os.kill(pids[victim], signal.SIGKILL)
         except ProcessLookupError:
             return None
-        self.kills[victim] += 1
+        self.deaths.append(Death(victim=victim, at_s=time.perf_counter() - self.began_at))
         if victim.startswith("dp"):
             self._hurt.add(dp_rank_of(victim))
-        if victim.startswith(_API_SERVER):
-            self.broken_at.append(time.perf_counter())
         return victim
 
     def _sample(self, at_s: float) -> None:

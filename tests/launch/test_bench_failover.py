@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from phalanx.launch.bench import failover, torture
 from phalanx.launch.bench.cli import main
 from phalanx.launch.bench.openai_client import RequestRecord
-from phalanx.launch.bench.steady_load import longest_pause_s, make_bodies
+from phalanx.launch.bench.pauses import Death, explain_pauses, longest_pause_s, make_table
+from phalanx.launch.bench.steady_load import make_bodies
 from phalanx.shm.exit_codes import ExitCode
 from support.children import is_gone, wait_until
 from support.launch import TINY_MODEL
@@ -80,7 +81,6 @@ def test_everything_gets_its_turn_while_all_is_well() -> None:
 
 
 def test_only_what_an_api_server_held_may_break_with_it() -> None:
-    calm = torture.Pauses(p50=1.0, p99=2.0, max=3.0)
     run = torture.judge(
         [
             record(1.0, 1.5, 4.0),
@@ -88,12 +88,11 @@ def test_only_what_an_api_server_held_may_break_with_it() -> None:
             record(index=2, sent_at=9.0, ended_at=10.1, error="connection: ConnectionResetError"),
             record(index=3, sent_at=9.0, ended_at=15.0, error="status 503", error_detail="no replica"),
         ],
-        dict.fromkeys(range(4), "t"),
-        [10.0],
+        [record(0.5, index=index) for index in range(4)],
+        [Death(victim="api0", at_s=8.0)],
+        2.0,
         duration_s=60.0,
         seed=0,
-        kills={"api0": 1},
-        undisturbed=calm,
         memory=[
             torture.MemorySample(at_s=at, is_whole=at != 2, supervisor_bytes=1 << 20, all_bytes=3 << 20)
             for at in range(4)
@@ -102,9 +101,39 @@ def test_only_what_an_api_server_held_may_break_with_it() -> None:
 
     assert (run.num_requests, run.num_lost, run.num_broken, run.num_different) == (4, 1, 1, 1)
     assert run.errors == {"status 503: no replica": 1}
-    assert run.tortured.max == 2500.0
+    assert (run.undisturbed.max, run.tortured.max) == (500.0, 2500.0)
+    assert [(group.deaths, group.longest_s) for group in run.slow] == [([], 2.5)]
     rows = {row[0]: row[1] for row in torture.make_tables(run)[0].rows}
     assert rows["memory of all processes, first and last third, MiB"] == "3.00 / 3.00"
+
+
+def test_a_long_pause_is_told_with_the_deaths_that_lay_in_it() -> None:
+    deaths = [
+        Death(victim="dp0", at_s=0.0),
+        Death(victim="api0", at_s=5.0),
+        Death(victim="dp1 tp0", at_s=6.0),
+        Death(victim="coordinator", at_s=20.0),
+    ]
+    slow = explain_pauses(
+        [
+            record(107.5, index=0, sent_at=105.1),  # sent just after api0 had died, before dp1 tp0 did
+            record(104.0, 105.3, 108.3, index=1, sent_at=103.0),  # the last piece was on its way when api0 died
+            record(130.0, 130.5, 133.0, index=2, sent_at=129.9),
+            record(119.5, 120.1, index=3, sent_at=119.4),
+        ],
+        deaths,
+        began_at=100.0,
+        longer_than_s=0.7,
+    )
+
+    api_and_dp1 = deaths[1:3]
+    assert [(group.deaths, group.num_streams, group.num_first) for group in slow] == [
+        (api_and_dp1, 2, 1),
+        ([], 1, 0),
+    ]
+    assert [group.longest_s for group in slow] == [pytest.approx(3.0), pytest.approx(2.5)]
+    assert slow[0].began_at_s == pytest.approx(5.3)
+    assert make_table(slow).rows[0] == ["api0 at 5.0 s, dp1 tp0 at 6.0 s", "2", "1", "5.3", "3000"]
 
 
 def test_the_first_piece_is_waited_for_as_well() -> None:
