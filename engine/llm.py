@@ -27,8 +27,8 @@ from ..workers.hooks import HookOutcome
 from ..workers.sampling_params import SamplingParams
 from .config import EngineConfig
 from .core import EngineCore
-from .core_client import InprocCoreClient
 from .engine_options import make_engine_config
+from .inproc_client import InprocCoreClient
 from .input_processor import InputProcessor, Message, Prompt
 from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor

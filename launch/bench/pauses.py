@@ -108,7 +108,13 @@ def make_table(slow: Sequence[SlowPauses]) -> Table:
         rows.append([deaths, *numbers, show_number(1000 * group.longest_s)])
     return Table(
         title="Slowest pauses",
-        columns=["deaths in the pause", "streams", "of them before the first piece", "began at, s", "longest, ms"],
+        columns=[
+            "deaths in the pause",
+            "streams",
+            "of them before the first piece",
+            "began at, s",
+            "longest, ms",
+        ],
         rows=rows,
         note="Pauses longer than any undisturbed one, by the deaths that lay in them.",
     )

@@ -7,9 +7,12 @@ outside OpenAI's shape, and nothing but a bug of ours gets a 500.
 import hmac
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
@@ -29,15 +32,15 @@ ADMIN_PREFIX = "/admin/"
 """Where the administrator's key is asked for. Without one nobody enters."""
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """Build the application around `service`. Starts nothing."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    routing_table = []
 
     def add(method: str, path: str, handler: Handler) -> None:
         async def endpoint(request: Request) -> Response:
             return await _guard(service, handler, request)
 
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        routing_table.append(Route(path, endpoint, methods=[method]))
 
     add("POST", "/v1/completions", routes.create_completion)
     add("POST", "/v1/chat/completions", routes.create_chat_completion)
@@ -53,9 +56,11 @@ def create_app(service: Service) -> FastAPI:
     add("GET", "/version", version)
     for path, handler in ADMIN_ROUTES.items():
         add("POST", path, handler)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_middleware(FrontDoor, service=service)
-    return app
+    return Starlette(
+        routes=routing_table,
+        middleware=[Middleware(FrontDoor, service=service)],
+        exception_handlers={HTTPException: _on_http_exception},
+    )
 
 
 async def metrics(service: Service, request: Request) -> Response:

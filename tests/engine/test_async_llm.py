@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.engine.async_llm import AsyncLLM
 from phalanx.engine.core import EngineCore
-from phalanx.engine.core_client import InprocCoreClient, ProcessCoreClient
+from phalanx.engine.core_client import ProcessCoreClient
 from phalanx.engine.errors import (
     InvalidRequestError,
     QueueFullError,
@@ -17,6 +17,7 @@ from phalanx.engine.errors import (
     RequestAbortedError,
     RequestTimeoutError,
 )
+from phalanx.engine.inproc_client import InprocCoreClient
 from phalanx.engine.input_processor import InputProcessor, RequestOptions
 from phalanx.engine.outputs import OutputKind
 from phalanx.engine.tokenizer import load_tokenizer

@@ -117,7 +117,9 @@ def test_a_long_pause_is_told_with_the_deaths_that_lay_in_it() -> None:
     slow = explain_pauses(
         [
             record(107.5, index=0, sent_at=105.1),  # sent just after api0 had died, before dp1 tp0 did
-            record(104.0, 105.3, 108.3, index=1, sent_at=103.0),  # the last piece was on its way when api0 died
+            record(
+                104.0, 105.3, 108.3, index=1, sent_at=103.0
+            ),  # the last piece was on its way when api0 died
             record(130.0, 130.5, 133.0, index=2, sent_at=129.9),
             record(119.5, 120.1, index=3, sent_at=119.4),
         ],
