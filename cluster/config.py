@@ -36,7 +36,8 @@ class ClusterConfig:
     restart_window_s: float = 600.0
     """Deaths longer ago than this are forgiven."""
     restart_backoff_s: float = 0.5
-    """Pause before a process is started again; doubled with each further death, up to max_restart_backoff_s."""
+    """Pause before a process is started again after a second death within restart_window_s; doubled with each further
+    one, up to max_restart_backoff_s. After a first death there is none."""
     max_restart_backoff_s: float = 30.0
     """Longest such pause."""
     hang_timeout_s: float = 30.0

@@ -4,7 +4,8 @@ Called by: the supervisor, in its main thread. All of them are told the same. Wh
 that serves has done it; what an operator wishes may come through any of them, and is answered there; what one has
 learnt of requests that kill replicas, all know, those that are started later included.
 
-When a front end dies: nobody waits for its word any more, and the result of what it asked stands in the log only.
+When a front end dies: its replicas drop what they compute for it, at once and not only when its successor says hello;
+nobody waits for its word any more, and the result of what it asked stands in the log only.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..engine.core_control import FrontEndGone
 from ..shm.errors import QueueClosedError
 from ..shm.number_table import NumberTable
 from ..shm.process import ChildProcess
@@ -53,12 +55,14 @@ class FrontEnds:
     @property
     def has_any(self) -> bool:
         """True when somebody will answer an update."""
-        return bool(self._roles(ChildState.READY))
+        return bool(self._roles(ChildKind.API_SERVER, ChildState.READY))
 
     @property
     def applied_by_all(self) -> int | None:
         """The number of the last update that each front end that serves has carried out; None: none serves."""
-        numbers = (self._applied.get(role, -1) for role in self._roles(ChildState.READY))
+        numbers = (
+            self._applied.get(role, -1) for role in self._roles(ChildKind.API_SERVER, ChildState.READY)
+        )
         return min(numbers, default=None)
 
     def started(self, role: str, update: FleetUpdate) -> None:
@@ -72,6 +76,9 @@ class FrontEnds:
         self._applied.pop(role, None)
         # Nobody shall wait for its trials, count its requests twice, or leave connections to it.
         self._table.clear(client_index_of(role))
+        word = FrontEndGone(client_index=client_index_of(role), incarnation=self._supervision.epoch(role))
+        for core in self._roles(ChildKind.ENGINE_CORE, ChildState.READY):
+            self._send(core, word)
 
     def applied(self, role: str, sequence: int) -> None:
         """A front end has carried out an update."""
@@ -96,23 +103,23 @@ class FrontEnds:
         while len(self._blamed) > MAX_FINGERPRINTS:
             self._blamed.popitem(last=False)
         if news:
-            for other in self._roles(ChildState.STARTING, ChildState.READY):
+            for other in self._roles(ChildKind.API_SERVER, ChildState.STARTING, ChildState.READY):
                 if other != role:
                     self._send(other, BlamedRequests(fingerprints=news))
 
     def tell_all(self, message: ToFrontEnd) -> None:
         """Send a message to each front end that has a process."""
-        for role in self._roles(ChildState.STARTING, ChildState.READY):
+        for role in self._roles(ChildKind.API_SERVER, ChildState.STARTING, ChildState.READY):
             self._send(role, message)
 
-    def _roles(self, *states: ChildState) -> list[str]:
+    def _roles(self, kind: ChildKind, *states: ChildState) -> list[str]:
         return [
             role
             for role in self._supervision.roles
-            if kind_of(role) is ChildKind.API_SERVER and self._supervision.child_state(role) in states
+            if kind_of(role) is kind and self._supervision.child_state(role) in states
         ]
 
-    def _send(self, role: str, message: ToFrontEnd) -> None:
+    def _send(self, role: str, message: ToFrontEnd | FrontEndGone) -> None:
         # One that has just died is told apart by its exit, which is on its way.
         with contextlib.suppress(QueueClosedError):
             self._children[role].send(msgspec.msgpack.encode(message))

@@ -197,10 +197,11 @@ class Supervision:
             child.died_at.popleft()
         num_deaths = len(child.died_at)
         if num_deaths <= self._restart.max_restarts:
-            pause_s = min(self._restart.max_backoff_s, self._restart.backoff_s * 2 ** (num_deaths - 1))
+            pause_s = self._restart.pause_s(num_deaths)
             child.state = ChildState.PAUSED
             child.due_at = event.at + pause_s
-            return [Report(sentence=f"{event.problem}; starting it again in {pause_s:g} s"), PublishFleet()]
+            when = f"in {pause_s:g} s" if pause_s else "at once"
+            return [Report(sentence=f"{event.problem}; starting it again {when}"), PublishFleet()]
         sentence = f"{event.problem}; given up after {num_deaths} deaths in {self._restart.window_s:g} s"
         instructions: list[Instruction] = [Report(sentence=sentence), PublishFleet()]
         if child.kind is not ChildKind.COORDINATOR and not self._is_coming(child.kind):

@@ -162,7 +162,8 @@ class RestartPolicy:
     """When a child that died is started again.
 
     max_restarts:    within `window_s`; one death more and the child is given up
-    backoff_s:       pause after the first death in the window; doubled with each further one
+    backoff_s:       pause after the second death in the window; doubled with each further one. A first one is repaired
+                     at once: clients wait, and a death that comes alone says nothing against another try
     max_backoff_s:   longest pause
     start_timeout_s: for the new process to be ready
     """
@@ -172,3 +173,7 @@ class RestartPolicy:
     backoff_s: float
     max_backoff_s: float
     start_timeout_s: float
+
+    def pause_s(self, num_deaths: int) -> float:
+        """Return how long to wait after so many deaths within the window, at least one."""
+        return 0.0 if num_deaths == 1 else min(self.max_backoff_s, self.backoff_s * 2 ** (num_deaths - 2))

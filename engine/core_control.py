@@ -1,4 +1,4 @@
-"""What whoever started an engine core may ask of it while it serves: pause, sleep, wake, forget prefixes.
+"""What whoever started an engine core tells it while it serves: to pause, sleep, wake, forget; that a front end died.
 
 Called by: the supervisor sends a `CoreControl` over the lifeline; core_proc.py has it carried out (control_calls.py)
 and answers with a `CoreControlDone`. Over the lifeline, because only the supervisor knows
@@ -29,7 +29,7 @@ class ControlKind(StrEnum):
     """Forget all cached prefixes."""
 
 
-class CoreControl(msgspec.Struct, frozen=True, kw_only=True):
+class CoreControl(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One thing to do. Answered by the `CoreControlDone` of the same call_id.
 
     level:     of a SLEEP
@@ -40,6 +40,16 @@ class CoreControl(msgspec.Struct, frozen=True, kw_only=True):
     kind: ControlKind
     level: SleepLevel = SleepLevel.HOST
     timeout_s: float
+
+
+class FrontEndGone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The process of a front end has ended: nobody waits for what it asked. Not answered."""
+
+    client_index: int
+    incarnation: int
+
+
+FromParent = CoreControl | FrontEndGone
 
 
 class CoreControlDone(msgspec.Struct, frozen=True, kw_only=True):

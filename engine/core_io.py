@@ -24,7 +24,7 @@ import zmq
 from ..shm.errors import ProcessError, TransportError
 from ..shm.sockets import bind_pull, connect_push
 from ..workers.sampling_params import SamplingParamsError
-from .core_control import CoreControl
+from .core_control import CoreControl, FrontEndGone
 from .kv_event_publisher import ReplayAsked
 from .messages import (
     ClientHello,
@@ -80,6 +80,7 @@ InboxItem = (
     | ThreadFailed
     | ReplayAsked
     | CoreControl
+    | FrontEndGone
 )
 Inbox = SimpleQueue[InboxItem]
 

@@ -29,7 +29,7 @@ from ..workers.executor import Executor, create_executor
 from .control_calls import carry_out
 from .core import EngineCore, OutputsByClient
 from .core_args import EngineCoreArgs, EngineCoreReady
-from .core_control import CoreControl, CoreControlDone
+from .core_control import CoreControl, CoreControlDone, FromParent, FrontEndGone
 from .core_io import (
     ClientLost,
     ClientOutputs,
@@ -109,7 +109,7 @@ def run_engine_core(context: ChildContext, make_executor: MakeExecutor) -> int:
             publisher.start()
         core.is_paused = args.is_paused
         context.on_stop(lambda: inbox.put(StopRequested()))
-        context.on_message(lambda data: inbox.put(msgspec.msgpack.decode(data, type=CoreControl)))
+        context.on_message(lambda data: inbox.put(msgspec.msgpack.decode(data, type=FromParent)))
         slot = board.writer(args.first_board_slot) if board is not None else None
         context.ready(msgspec.msgpack.encode(EngineCoreReady(report=core.report, pid=os.getpid())))
         reason = "failed"
@@ -245,6 +245,8 @@ class EngineCoreLoop:
             case ClientLost():
                 self._followers.discard(item.client_index)
                 self._core.abort_client(item.client_index)
+            case FrontEndGone():
+                self._lose(item)
             case StopRequested():
                 self._is_stopping = True
             case ExecutorFailed():
@@ -286,6 +288,13 @@ class EngineCoreLoop:
             log.info("front end restarted client_index=%d aborted=%d", hello.client_index, num_aborted)
         self._incarnations[hello.client_index] = hello.incarnation
         self._output.put(hello)
+
+    def _lose(self, gone: FrontEndGone) -> None:
+        """Compute nothing more for a front end that has ended. Its next incarnation may have said hello already."""
+        if self._incarnations.get(gone.client_index) == gone.incarnation:
+            self._followers.discard(gone.client_index)
+            num_aborted = self._core.abort_client(gone.client_index)
+            log.info("front end gone client_index=%d aborted=%d", gone.client_index, num_aborted)
 
     def _hand_over(self, outputs: OutputsByClient) -> None:
         for client_index, client_outputs in outputs.items():

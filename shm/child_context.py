@@ -4,6 +4,7 @@ Called by: child.py, which makes the one `ChildContext` of the process and hands
 `lifeline` reads the parent's messages, and ends the process when the parent is gone.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -14,7 +15,7 @@ import threading
 import time
 import traceback as traceback_module
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 
 import msgspec
 import setproctitle
@@ -106,6 +107,20 @@ class ChildContext:
         os._exit(ExitCode.PARENT_GONE)
 
 
+def import_for_good(module: str) -> ModuleType:
+    """Import what stays as long as the process.
+
+    Nothing of it is garbage, so nobody looks for some: not while it comes, which saves a tenth of the time, and not
+    later, when a look through all modules would hold up whoever waits for an answer.
+    """
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def run_target(lifeline_fd: int, role: str, target: str) -> int:
     """Take the arguments, import `target` by its name ("module:function") and run it."""
     lifeline = socket.socket(fileno=lifeline_fd)
@@ -120,7 +135,7 @@ def run_target(lifeline_fd: int, role: str, target: str) -> int:
     try:
         context.progress("import")
         module, _, function = target.partition(":")
-        return int(getattr(importlib.import_module(module), function)(context))
+        return int(getattr(import_for_good(module), function)(context))
     except ConfigError as error:
         context.failed(str(error), config_field=error.field)
         return ExitCode.BAD_CONFIG

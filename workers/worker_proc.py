@@ -7,7 +7,6 @@ Invariant: a call that must not come now ends the process with ExitCode.PROTOCOL
 When the parent dies: the process is killed (shm/child.py). When a peer rank dies: the executor kills this one.
 """
 
-import importlib
 import os
 import threading
 import traceback
@@ -16,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from ..shm.channel import CallSequence, Receiver, Sender
-from ..shm.child_context import ChildContext
+from ..shm.child_context import ChildContext, import_for_good
 from ..shm.codec import FrameKind
 from ..shm.errors import ProtocolError
 from ..shm.exit_codes import ExitCode
@@ -87,6 +86,6 @@ def _until(stop_requested: threading.Event) -> Callable[[], bool]:
 def _load_class(name: str) -> Callable[[WorkerConfig, Callable[[str], None]], WorkerLike]:
     module, _, attribute = name.partition(":")
     loaded: Callable[[WorkerConfig, Callable[[str], None]], WorkerLike] = getattr(
-        importlib.import_module(module), attribute
+        import_for_good(module), attribute
     )
     return loaded

@@ -33,8 +33,12 @@ from .steady_load import SteadyLoad, make_bodies, make_client
 
 NAME = "failover"
 HELP = "from SIGKILL of a worker or an engine core to the first resumed token, and to the replica's return"
-RESTARTS = ("--set", "cluster.max_restarts=1000000", "--set", "cluster.max_restart_backoff_s=0.5")
-"""So that the pause before a restart is that after a first death, also at the tenth."""
+RESTARTS = [
+    word
+    for setting in ("max_restarts=1000000", "restart_backoff_s=0.001", "max_restart_backoff_s=0.001")
+    for word in ("--set", f"cluster.{setting}")
+]
+"""So that a process is started again as after a first death, at once, also at the tenth."""
 BACK_TIMEOUT_S = 300.0
 _SETTLE_S = 2.0
 """Before each kill, all streams run undisturbed for so long."""

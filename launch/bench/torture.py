@@ -35,6 +35,8 @@ from .steady_load import SteadyLoad, make_bodies, make_client
 
 NAME = "torture"
 HELP = "kill processes of a cluster at random under live streams: requests lost, pauses, memory"
+_API_SERVERS = ("--api-servers", "2")
+"""Unless the command says another number: with one, all clients wait for its return when it dies."""
 _API_SERVER = "api"
 _COORDINATOR = "coordinator"
 _API_SERVER_SHARE = 0.05
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
     """Torture and report. Raises BenchError, also when a request was lost or has another text."""
     launch = arguments.launch[1:] if arguments.launch[:1] == ["--"] else arguments.launch
     with (
-        LaunchedCluster([*launch, *RESTARTS]) as cluster,
+        LaunchedCluster([*_API_SERVERS, *launch, *RESTARTS]) as cluster,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         result = runner.run(_torture(cluster, arguments))

@@ -25,10 +25,12 @@ from phalanx.cluster.supervision_events import (
     RestartPolicy,
     Tick,
 )
+from phalanx.engine.core_control import FrontEndGone
 from phalanx.shm.errors import QueueClosedError
 from phalanx.shm.number_table import NumberTable
 from phalanx.shm.process import ChildProcess
 
+ToChild = ToFrontEnd | FrontEndGone
 KINDS = {"dp0": ChildKind.ENGINE_CORE, "api0": ChildKind.API_SERVER, "api1": ChildKind.API_SERVER}
 
 
@@ -39,13 +41,13 @@ class Child:
     """Keeps what it is told, while it lives."""
 
     def __init__(self) -> None:
-        self.told: list[ToFrontEnd] = []
+        self.told: list[ToChild] = []
         self.is_alive = True
 
     def send(self, payload: bytes) -> None:
         if not self.is_alive:
             raise QueueClosedError("gone")
-        self.told.append(msgspec.msgpack.decode(payload, type=ToFrontEnd))
+        self.told.append(msgspec.msgpack.decode(payload, type=ToChild))
 
 
 class Cluster:
@@ -117,7 +119,16 @@ def test_all_that_have_a_process_are_told(cluster: Cluster) -> None:
 
     cluster.front_ends.tell_all(update)
 
-    assert [child.told for child in cluster.children.values()] == [[], [update], []]
+    assert [cluster.children[role].told for role in ("api0", "api1")] == [[update], []]
+
+
+def test_engine_cores_hear_which_life_of_a_front_end_has_ended(cluster: Cluster) -> None:
+    cluster.die("api1")
+    cluster.start_again("api1")
+    cluster.die("api1")
+
+    words = [FrontEndGone(client_index=1, incarnation=incarnation) for incarnation in (0, 1)]
+    assert [child.told for child in cluster.children.values()] == [words, [], [UPDATE]]
 
 
 def test_equal_numbers_of_two_front_ends_are_two_commands(cluster: Cluster) -> None:
@@ -139,7 +150,7 @@ def test_who_was_started_again_gets_no_answer_to_what_it_never_asked(cluster: Cl
 
     cluster.front_ends.answer(AdminResult(command_id=command.command_id, status=AdminStatus.DONE))
 
-    assert [child.told for child in cluster.children.values()] == [[], [], [UPDATE]]
+    assert [cluster.children[role].told for role in ("api0", "api1")] == [[], [UPDATE]]
 
 
 def test_what_one_has_blamed_all_know_once(cluster: Cluster) -> None:

@@ -86,24 +86,33 @@ def test_a_boot_failure_stops_all_and_is_not_restarted() -> None:
 
 
 @pytest.mark.parametrize("role", list(CHILDREN))
-def test_a_child_that_dies_is_started_again_after_a_pause_that_doubles(role: str) -> None:
+def test_a_child_that_dies_is_started_again_at_once_and_after_another_death_with_a_pause(role: str) -> None:
     supervision = serving()
 
     report, publish = supervision.handle(exited(role, exitcode=-9, at=50.0))
-    assert report == Report(sentence=f"{role} is gone; starting it again in 1 s")
+    assert report == Report(sentence=f"{role} is gone; starting it again at once")
     assert publish == PublishFleet()
     assert supervision.state is ClusterState.SERVING
-    assert supervision.deadline == 51.0
-    assert supervision.handle(Tick(at=50.9)) == []
-    assert supervision.handle(Tick(at=51.0)) == [Start(role=role, epoch=1)]
+    assert supervision.deadline == 50.0
+    assert supervision.handle(Tick(at=50.0)) == [Start(role=role, epoch=1)]
     assert supervision.child_state(role) is ChildState.STARTING
     publish, report = supervision.handle(ChildReady(role=role))
     assert publish == PublishFleet()
     assert supervision.deadline is None
 
     report, _ = supervision.handle(exited(role, exitcode=-9, at=60.0))
-    assert report == Report(sentence=f"{role} is gone; starting it again in 2 s")
-    assert supervision.handle(Tick(at=62.0)) == [Start(role=role, epoch=2)]
+    assert report == Report(sentence=f"{role} is gone; starting it again in 1 s")
+    assert supervision.deadline == 61.0
+    assert supervision.handle(Tick(at=60.9)) == []
+    assert supervision.handle(Tick(at=61.0)) == [Start(role=role, epoch=2)]
+
+
+def test_the_pause_doubles_up_to_its_longest() -> None:
+    policy = RestartPolicy(
+        max_restarts=9, window_s=600.0, backoff_s=1.0, max_backoff_s=5.0, start_timeout_s=100.0
+    )
+
+    assert [policy.pause_s(num_deaths) for num_deaths in range(1, 7)] == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0]
 
 
 def kill_often(supervision: Supervision, role: str, *, at: float = 50.0) -> list[Instruction]:
@@ -141,7 +150,7 @@ def test_deaths_long_ago_are_forgiven() -> None:
     for count in range(9):
         at = 1000.0 * count
         report, _ = supervision.handle(exited("dp0", exitcode=-9, at=at))
-        assert report == Report(sentence="dp0 is gone; starting it again in 1 s")
+        assert report == Report(sentence="dp0 is gone; starting it again at once")
         supervision.handle(Tick(at=at + 1))
         supervision.handle(ChildReady(role="dp0"))
 
@@ -156,7 +165,7 @@ def test_a_restart_that_does_not_become_ready_is_killed_and_counts_as_a_death() 
     assert report == Report(sentence="dp0 did not become ready again")
     assert kill == Kill(roles=("dp0",))
     report, _ = supervision.handle(exited("dp0", exitcode=-9, at=151.5))
-    assert report == Report(sentence="dp0 is gone; starting it again in 2 s")
+    assert report == Report(sentence="dp0 is gone; starting it again in 1 s")
 
 
 def test_a_replica_lost_while_draining_does_not_stop_the_others() -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
-from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, FrontEndGone
 from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput
 from phalanx.engine.kv_events import KVEventBatch, follow
 from phalanx.engine.messages import (
@@ -246,6 +246,36 @@ def test_a_restarted_front_end_leaves_nothing_of_its_earlier_life(start):
             async with asyncio.timeout(DEADLINE_S):
                 message = await new.recv()
             assert [output.request_id for output in message.outputs.others] == ["new"]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_front_end_that_died_has_asked_is_dropped_at_once(start):
+    process = start()
+    process.wait_ready()
+    pause = CoreControl(call_id=1, kind=ControlKind.PAUSE, timeout_s=5.0)
+    process.ask(pause)
+
+    def wait_for_requests(number):
+        wait_until(
+            lambda: (process.board.read(1).phase, process.board.read(1).call_id) == (Phase.PAUSED, number),
+            timeout_s=DEADLINE_S,
+            what=f"{number} requests that wait",
+        )
+
+    def tell_gone(incarnation):
+        process.child.send(msgspec.msgpack.encode(FrontEndGone(client_index=2, incarnation=incarnation)))
+        process.ask(pause)  # the answer comes after what was said before has been done
+
+    async def scenario():
+        async with connect(process, client_index=2, incarnation=4) as sockets, connect(process) as other:
+            sockets.send(3, make_request("a", client_index=2))
+            other.send(3, make_request("b"))
+            await asyncio.to_thread(wait_for_requests, 2)
+            tell_gone(3)
+            await asyncio.to_thread(wait_for_requests, 2)
+            tell_gone(4)
+            await asyncio.to_thread(wait_for_requests, 1)
 
     asyncio.run(scenario())
 

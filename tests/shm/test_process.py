@@ -53,6 +53,13 @@ def test_child_gets_its_arguments_and_answers_messages(spawner: Spawner) -> None
     assert child.stop(reason="test", timeout_s=5) == 7
 
 
+def test_garbage_collection_goes_on_but_not_through_what_was_imported(spawner: Spawner) -> None:
+    child = spawn(spawner, "tell_of_garbage_collection")
+
+    assert wait_all_ready([child], soon()) == [b"True True"]
+    assert child.stop(reason="test", timeout_s=5) == 0
+
+
 def test_children_start_side_by_side_and_answer_in_order(spawner: Spawner) -> None:
     children = [spawn(spawner, "echo", args=b"%d" % i) for i in range(3)]
 

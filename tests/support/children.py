@@ -1,6 +1,7 @@
 """Targets that the process tests run in children, and ways to look at processes from outside."""
 
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -33,6 +34,12 @@ def echo(context: ChildContext) -> int:
     context.ready(context.args)
     context.stop_requested.wait()
     return 7
+
+
+def tell_of_garbage_collection(context: ChildContext) -> int:
+    """Ready with whether it goes on, and whether what was imported is out of its sight."""
+    context.ready(f"{gc.isenabled()} {gc.get_freeze_count() > 0}".encode())
+    return 0
 
 
 def raise_before_ready(context: ChildContext) -> int:

@@ -15,6 +15,7 @@ from phalanx.cluster.load_table import LoadTable
 from phalanx.cluster.messages import FleetUpdate, ReplicaState
 from phalanx.cluster.replay import ReplayLog
 from phalanx.cluster.supervision import ChildExited, Event, PublishFleet, Supervision, Tick
+from phalanx.engine.core_control import FrontEndGone
 from phalanx.engine.core_proc import EngineCoreLoop
 from phalanx.engine.messages import (
     ClientHello,
@@ -173,6 +174,13 @@ def requests_of_a_dead_front_end_run_on() -> Any:
     return patch.object(EngineCoreLoop, "_greet", greet)
 
 
+def a_late_word_of_a_death_ends_the_next_life() -> Any:
+    def lose(self: EngineCoreLoop, gone: FrontEndGone) -> None:
+        self._core.abort_client(gone.client_index)
+
+    return patch.object(EngineCoreLoop, "_lose", lose)
+
+
 def an_older_report_replaces_a_newer_one() -> Any:
     def report(self: LoadTable, stats: EngineStats) -> None:
         self._stats[stats.dp_rank] = stats
@@ -230,6 +238,7 @@ BUGS: dict[str, Patch] = {
         an_abort_is_not_passed_on,
         a_cleared_suspect_does_not_let_the_next_one_be_tried,
         requests_of_a_dead_front_end_run_on,
+        a_late_word_of_a_death_ends_the_next_life,
         an_older_report_replaces_a_newer_one,
         the_balancer_chooses_among_all_that_ever_reported,
         front_ends_do_not_hear_of_a_death,

@@ -122,6 +122,16 @@ class SimulatedSupervisor:
                 at=self._cluster.world.now,
             )
         )
+        if isinstance(child, SimulatedFrontEnd):
+            self._tell_gone(child)
+
+    def _tell_gone(self, front_end: SimulatedFrontEnd) -> None:
+        """Tell the engine cores that a front end has ended; they may hear of it when its successor serves already."""
+        world, start_s = self._cluster.world, self._cluster.schedule.start_s
+        for core in self.children.values():
+            if isinstance(core, SimulatedEngineCore) and core.is_alive and core.is_ready:
+                late_s = 2 * start_s * world.chance(sum(core.address.encode()), ~front_end.epoch) ** 2
+                world.at(world.now + late_s, core.lose, front_end.epoch)
 
     def _start(self, role: str, epoch: int) -> None:
         child = self.children[role] = _ROLES[self._kinds[role]](self._cluster, role, epoch)

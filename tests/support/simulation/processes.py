@@ -12,6 +12,7 @@ from phalanx.cluster.dp_client import DpClient
 from phalanx.cluster.errors import NoReplicaError
 from phalanx.cluster.load_table import LoadTable
 from phalanx.cluster.messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaState
+from phalanx.engine.core_control import FrontEndGone
 from phalanx.engine.core_io import ClientOutputs
 from phalanx.engine.core_proc import EngineCoreLoop
 from phalanx.engine.errors import PoisonousRequestError, ReplicaLostError
@@ -244,6 +245,11 @@ class SimulatedEngineCore(SimulatedProcess):
                     self._outputs.send(item.outputs)
             case EngineStats():
                 self._stats.send(item)
+
+    def lose(self, incarnation: int) -> None:
+        """From the supervisor: a front end has ended."""
+        if self.is_alive:
+            self.loop._handle(FrontEndGone(client_index=CLIENT_INDEX, incarnation=incarnation))
 
     def halt(self) -> None:
         """A worker died: no step comes to its end, and in a moment the engine core will know."""
