@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
 
 from .nccl_group import NcclGroup
 from .process_group import connect_gloo
@@ -117,6 +118,9 @@ class _SymmetricMemory:
             self._problem = "there is no file to meet in"
             return
         store = dist.PrefixStore("symmetric-memory", dist.FileStore(worker.rendezvous, group.size))
+        # The kernels look the group up by its name, and want no more of it than its store, rank and size.
+        self._group = dist.ProcessGroup(store, group.rank, group.size)
+        _register_process_group(self._name, self._group)
         self._memory().set_group_info(self._name, group.rank, group.size, store)
 
     def one_shot(self, num_elements: int) -> AllReduce:

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--concurrency", type=positive, default=256, metavar="N", help="at once (256)")
     group.add_argument("--input-len", type=positive, default=512, metavar="N", help="prompt tokens (512)")
     group.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (256)")
-
+    group.add_argument("--api-servers", type=positive, default=4, metavar="N", help="for each replica (4)")
     parser.add_argument("--death-output-len", type=positive, default=400, metavar="N",
                         help="output tokens of the streams that meet deaths (400)")  # fmt: skip
 
@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
         notes=[
             f"tokens: {EXACTNESS_WORKLOAD} in float32, each width beside the first one",
             f"front end: {arguments.num_requests} requests of {arguments.input_len} tokens in and "
-            f"{arguments.output_len} out for each replica, {arguments.concurrency} at once",
+            f"{arguments.output_len} out for each replica, {arguments.concurrency} at once, a client and "
+            f"{arguments.api_servers} API servers for each",
         ],
     )
 
@@ -275,6 +276,7 @@ def _measure_offline(arguments: argparse.Namespace, progress: Progress) -> dict[
 
 def _measure_data_parallel(arguments: argparse.Namespace, progress: Progress) -> list[DataParallelRun]:
     plan = ServePlan(
+        num_api_servers=arguments.api_servers,
         num_requests=arguments.num_requests,
         concurrency=arguments.concurrency,
         input_len=arguments.input_len,

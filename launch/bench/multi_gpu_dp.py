@@ -1,9 +1,10 @@
 """One data parallel width, served: the texts that it gives, and how many tokens a second go through its front end.
 
-Called by: multi_gpu.py. The cluster is started by `cluster-launch`; the load comes from `cluster-bench serve` in a
-process of its own, so that client and benchmark do not share an interpreter. Raises BenchError.
+Called by: multi_gpu.py. The cluster is started by `cluster-launch`; the load comes from processes of `cluster-bench
+serve`, one for each replica, so that the clients are not what is measured. Raises BenchError.
 """
 
+import statistics
 import subprocess
 import sys
 import urllib.request
@@ -22,8 +23,9 @@ _MAX_LAST_WORDS = 2000
 
 
 class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Load for each replica: requests in a run, at once, and their lengths in tokens."""
+    """Load for each replica: requests in a run, at once, and their lengths in tokens; and its API servers."""
 
+    num_api_servers: int
     num_requests: int
     concurrency: int
     input_len: int
@@ -32,7 +34,12 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataParallelRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run at one width. ready_s: of the cluster's start."""
+    """One run at one width, all clients together.
+
+    output_tokens_per_s: by the time of the client that took longest
+    ttft_p50_ms:         median of the clients' medians
+    ready_s:             of the cluster's start
+    """
 
     width: int
     run: int
@@ -47,10 +54,10 @@ class _Latency(msgspec.Struct, frozen=True):
 
 
 class _ServeRun(msgspec.Struct, frozen=True):
-    run: int
     num_requests: int
     num_completed: int
-    output_tokens_per_s: float
+    num_output_tokens: int
+    duration_s: float
     ttft: _Latency
 
 
@@ -77,34 +84,58 @@ def completion_texts(folder: Path, width: int, workload: OfflineWorkload, *, dev
 def measure_data_parallel(
     folder: Path, width: int, plan: ServePlan, *, device: str, has_dummy_weights: bool, scratch: Path
 ) -> list[DataParallelRun]:
-    """Serve `folder` with `width` replicas, and load them with `plan`, each. scratch: a folder for the report."""
+    """Serve `folder` with `width` replicas, and load them with `plan`, each. scratch: a folder for the reports."""
     arguments = _launch(folder, width, device, max_model_len=plan.input_len + plan.output_len)
+    arguments += ["--api-servers", str(plan.num_api_servers * width)]
     if has_dummy_weights:
         arguments += ["--set", "model.load_format=dummy"]
-    stem = scratch / f"dp{width}"
+    vocab_size = read_transformer_config(str(folder)).vocab_size
     with LaunchedCluster(arguments) as cluster:
-        command = [sys.executable, "-m", "phalanx.launch.bench", "serve", "--url", f"dp={cluster.url}"]
-        command += ["--num-requests", str(plan.num_requests * width)]
-        command += ["--concurrency", str(plan.concurrency * width), "--repetitions", str(plan.repetitions)]
-        command += ["--input-len", str(plan.input_len), "--output-len", str(plan.output_len)]
-        command += ["--vocab-size", str(read_transformer_config(str(folder)).vocab_size), "--out", str(stem)]
+        loads = []
+        for number in range(plan.repetitions):
+            # No prompt comes twice: no prefix cache answers for another client, or for a run before.
+            seeds = range(number * width, (number + 1) * width)
+            commands = [
+                [*_load_command(cluster.url, plan, vocab_size, seed), "--out", str(scratch / f"client{seed}")]
+                for seed in seeds
+            ]
+            with ThreadPoolExecutor(width) as pool:
+                list(pool.map(_run_load, commands))
+            loads.append([_read_load(scratch / f"client{seed}.json") for seed in seeds])
+    return [
+        DataParallelRun(
+            width=width,
+            run=number,
+            output_tokens_per_s=sum(run.num_output_tokens for run in runs)
+            / max(run.duration_s for run in runs),
+            ttft_p50_ms=statistics.median(run.ttft.p50 for run in runs),
+            num_failed=sum(run.num_requests - run.num_completed for run in runs),
+            ready_s=cluster.ready_s,
+        )
+        for number, runs in enumerate(loads)
+    ]
+
+
+def _load_command(url: str, plan: ServePlan, vocab_size: int, seed: int) -> list[str]:
+    command = [sys.executable, "-m", "phalanx.launch.bench", "serve", "--url", f"dp={url}"]
+    command += ["--num-requests", str(plan.num_requests), "--concurrency", str(plan.concurrency)]
+    command += ["--input-len", str(plan.input_len), "--output-len", str(plan.output_len)]
+    return [*command, "--repetitions", "1", "--vocab-size", str(vocab_size), "--seed", str(seed)]
+
+
+def _run_load(command: list[str]) -> None:
+    try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SERVE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"cluster-bench serve did not end in {SERVE_TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
         raise BenchError(
             f"cluster-bench serve ended with {done.returncode}: {done.stderr[-_MAX_LAST_WORDS:]}"
         )
-    report = msgspec.json.decode(Path(f"{stem}.json").read_bytes(), type=_ServeReport)
-    return [
-        DataParallelRun(
-            width=width,
-            run=run.run,
-            output_tokens_per_s=run.output_tokens_per_s,
-            ttft_p50_ms=run.ttft.p50,
-            num_failed=run.num_requests - run.num_completed,
-            ready_s=cluster.ready_s,
-        )
-        for run in report.runs
-    ]
+
+
+def _read_load(report: Path) -> _ServeRun:
+    return msgspec.json.decode(report.read_bytes(), type=_ServeReport).runs[0]
 
 
 def _launch(folder: Path, width: int, device: str, *, max_model_len: int) -> list[str]:

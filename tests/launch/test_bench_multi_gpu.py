@@ -74,6 +74,7 @@ def test_one_run_on_cpu_ranks(tmp_path: Path) -> None:
     stem = tmp_path / "result"
     words = ["multi-gpu", "--model", str(TRAINED), "--device", "cpu", "--workload", "2x8-8"]
     words += ["--sizes", "4096,65536", "--repetitions", "1", "--num-requests", "4", "--concurrency", "4"]
+    words += ["--api-servers", "1"]
     words += ["--input-len", "16", "--output-len", "8", "--out", str(stem)]
 
     assert main(words) == 0
