@@ -87,16 +87,16 @@ def compile_kernels(
 def _sample(model: CausalLM, device: torch.device) -> None:
     """Sample as steps do that hold prompts. Nothing is looked up by the tokens, which are none."""
     vocab_size, dtype = model.config.vocab_size, next(model.parameters()).dtype
-    filtered = SamplingParams(top_p=0.9, min_p=0.01)
-    # Logits that something was added to are float32.
-    cases = [
-        (SamplingParams(temperature=0.0), dtype),
-        (SamplingParams(), dtype),
-        (filtered, dtype),
-        (filtered, torch.float32),
-    ]
+    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.9, "min_p": 0.01}]
+    edits: dict[str, Any] = {
+        "allowed_token_ids": (0,),
+        "bad_words_token_ids": ((0,),),
+        "logit_bias": {0: 1.0},
+        "frequency_penalty": 1.0,
+    }
+    cases = [SamplingParams(**choice, **changes) for choice in choices for changes in ({}, edits)]
     rows = SamplingRows(max_num_seqs=len(cases), vocab_size=vocab_size, device=device)
-    for row, (params, logits_dtype) in enumerate(cases):
+    for row, params in enumerate(cases):
         rows.add(
             row,
             NewRequest(
@@ -110,4 +110,4 @@ def _sample(model: CausalLM, device: torch.device) -> None:
             ),
         )
         batch = rows.batch(np.full(1, row, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        sample(torch.zeros((1, vocab_size), dtype=logits_dtype, device=device), batch)
+        sample(torch.zeros((1, vocab_size), dtype=dtype, device=device), batch)

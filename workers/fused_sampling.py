@@ -1,35 +1,76 @@
 """One token for each row by Triton's kernels: what the torch path of sampler.py does, with the same result.
 
-Called by: sampler.py, where the logits are on a GPU that has Triton. Whole rows are filtered and drawn without a sort,
-in two reads of the logits; of parts of rows, each rank draws from its own, and the ranks compare scores.
+Called by: sampler.py, where the logits are on a GPU that has Triton. The logits are never written: masks, bias and
+penalties are looked at as the kernels read (kernels/triton_edits.py). Whole rows are filtered and drawn without a
+sort, in two reads of the logits; of parts of rows, each rank draws from its own, and the ranks compare scores.
 """
+
+from dataclasses import replace
 
 import torch
 
+from .config import LogprobsMode
 from .kernels.triton_draw import choose_tokens
+from .kernels.triton_edits import edit
 from .kernels.triton_filters import find_thresholds
-from .logit_processors import LARGEST
+from .kernels.triton_rows import LogitRows, materialise
+from .logprobs import LogprobTensors, gather_logprobs
 from .sampling_batch import SamplingBatch
 from .sampling_filters import thresholds
 from .vocab_columns import WHOLE, VocabColumns, best_of_all, max_of
 
 
-def choose(
+def sample(
     logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the token of each row, [rows] int64; and the smallest tempered logit of each that the filters have left,
-    [rows] float32, None where no row has a filter.
+) -> tuple[torch.Tensor, tuple[LogprobTensors, ...]]:
+    """Return the token of each row, [rows] int64, and the log-probabilities of each group.
 
     logits: [rows, width], the columns of `columns`, any float type; left as they are
     """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    plain = LogitRows(logits=logits, first_id=columns.first_id, limits=batch.vocab_limits)
+    edits, raw_edits = edit(plain, batch, columns)
+    rows = replace(plain, edits=edits)
+    token_ids, kept = choose(rows, batch, columns)
+    if not batch.logprobs:
+        return token_ids, ()
+    is_raw = batch.logprobs_mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
+    shown = materialise(replace(plain, edits=raw_edits) if is_raw else rows)
+    if not is_raw:
+        if not batch.all_greedy:
+            temper(shown, batch)
+        if kept is not None:
+            # A greedy row has no filter: its threshold is -inf.
+            shown.masked_fill_(shown < kept.unsqueeze(-1), -torch.inf)
+    is_normalised = batch.logprobs_mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
+    tables = tuple(
+        gather_logprobs(
+            shown.index_select(0, group.row_index),
+            token_ids.index_select(0, group.row_index),
+            group.num_top,
+            columns=columns,
+            is_normalised=is_normalised,
+        )
+        for group in batch.logprobs
+    )
+    return token_ids, tables
+
+
+def choose(
+    rows: LogitRows, batch: SamplingBatch, columns: VocabColumns
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the token of each row, [rows] int64; and the smallest tempered logit of each that the filters have left,
+    [rows] float32, None where no row has a filter.
+    """
     if batch.all_greedy:
-        scores, token_ids = choose_tokens(logits, first_id=columns.first_id)
+        scores, token_ids = choose_tokens(rows)
         return best_of_all(columns, scores, token_ids)[1], None
     kept, group_best = None, None
     if batch.any_filtered or batch.any_min_p:
         if columns is WHOLE:
             kept, group_best = find_thresholds(
-                logits,
+                rows,
                 temperatures=batch.temperatures,
                 top_ks=batch.top_ks,
                 top_ps=batch.top_ps,
@@ -39,16 +80,15 @@ def choose(
             )
         else:
             # The ranks exchange their likeliest tokens on the way.
-            scaled = temper(logits.to(torch.float32, copy=True).clamp_(max=LARGEST), batch)
+            scaled = temper(materialise(rows), batch)
             kept = thresholds(scaled, batch, columns, max_of(columns, scaled.amax(dim=-1)))
     scores, token_ids = choose_tokens(
-        logits,
+        rows,
         temperatures=batch.temperatures,
         seeds=batch.seeds,
         positions=batch.positions,
         kept=kept,
         group_best=group_best,
-        first_id=columns.first_id,
     )
     return best_of_all(columns, scores, token_ids)[1], kept
 

@@ -9,11 +9,13 @@ that `columns` says. A mask is -inf and survives all that follows, because biase
 positive. No mask empties a row: one that would is left out for that row, so that there is always something to sample.
 """
 
+import numpy as np
 import torch
 
 from .sampling_batch import Penalties, SamplingBatch, TokenMasks, TokenValues
 from .vocab_columns import VocabColumns, any_of
 
+BITS_OF_BYTES = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)).bitwise_and(1).bool()
 LARGEST = 1e30
 """Logits are kept within this: the rest of float32 is room for temperatures, and no infinity is a number."""
 
@@ -32,7 +34,7 @@ def mask_grammar(logits: torch.Tensor, grammar: TokenMasks, columns: VocabColumn
 
 
 def process(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns) -> None:
-    """Apply all stages from the grammar to the penalties."""
+    """Apply all stages after the grammar."""
     if batch.allowed is not None:
         _allow(logits, batch.allowed, columns)
     if batch.bad_words is not None:
@@ -41,12 +43,21 @@ def process(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns) -
         add_bias(logits, batch.bias, columns.first_id)
     if batch.held_back is not None:
         _ban(logits, batch.held_back, columns)
+    if batch.penalties is not None:
+        penalise(logits, batch.penalties, columns.first_id)
 
 
 def unpack_masks(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Bits to booleans. words: [m, num_words] int32, bit j of word i for token 32 * i + j; returns [m, vocab_size]."""
-    bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
-    return bits.flatten(1)[:, :vocab_size].bool()
+    return BITS_OF_BYTES.to(words.device)[words.view(torch.uint8).int()].flatten(1)[:, :vocab_size]
+
+
+def pack_masks(
+    allowed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Booleans to bits, what `unpack_masks` makes of them again. allowed: [..., size]; returns [..., num_words]."""
+    bits = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)])
+    return np.packbits(bits, axis=-1, bitorder="little").view("<i4")
 
 
 def add_bias(logits: torch.Tensor, bias: TokenValues, first_id: int) -> None:
@@ -58,25 +69,21 @@ def add_bias(logits: torch.Tensor, bias: TokenValues, first_id: int) -> None:
 def penalise(logits: torch.Tensor, penalties: Penalties, first_id: int) -> None:
     """Repetition (Keskar et al., 2019, by the sign of the logit), then frequency and presence (as OpenAI has them)."""
     end = first_id + logits.shape[1]
-    in_prompt, counts = (
-        table[:, first_id:end].index_select(0, penalties.slots)
-        for table in (penalties.in_prompt, penalties.counts)
-    )
-    if in_prompt.shape[1] < logits.shape[1]:
+    counts = penalties.counts[:, first_id:end].index_select(0, penalties.slots)
+    if counts.shape[1] < logits.shape[1]:
         # A rank without columns has one of an id that no token has.
         return
+    held = unpack_masks(penalties.held.index_select(0, penalties.slots), end)[:, first_id:]
     old = logits.index_select(0, penalties.row_index)
-    in_output = counts > 0
-    repeated = torch.where(old > 0, old / penalties.repetition, old * penalties.repetition)
-    rows = torch.where(in_prompt | in_output, repeated, old)
-    rows = rows - penalties.frequency * counts - penalties.presence * in_output
-    rows = torch.where(old == -torch.inf, old, rows.clamp(-LARGEST, LARGEST))
-    logits.index_copy_(0, penalties.row_index, rows)
+    rows = torch.where(old > 0, old / penalties.repetition, old * penalties.repetition)
+    rows = rows - penalties.frequency * counts - penalties.presence * (counts > 0)
+    is_changed = held & (old > -torch.inf)
+    logits.index_copy_(0, penalties.row_index, torch.where(is_changed, rows.clamp(-LARGEST, LARGEST), old))
 
 
 def _allow(logits: torch.Tensor, masks: TokenMasks, columns: VocabColumns) -> None:
     old = logits.index_select(0, masks.row_index)
-    allowed = masks.allowed[:, columns.first_id : columns.first_id + logits.shape[1]]
+    allowed = unpack_masks(masks.words, columns.first_id + logits.shape[1])[:, columns.first_id :]
     if allowed.shape[1] < logits.shape[1]:
         allowed = torch.zeros_like(old, dtype=torch.bool)
     _put(logits, masks.row_index, old, old.masked_fill(~allowed, -torch.inf), columns)

@@ -20,7 +20,7 @@ import torch
 
 from .config import LogprobsMode
 from .kernels.ops import HAS_TRITON, is_fused
-from .logit_processors import LARGEST, mask_grammar, mask_padding, penalise, process
+from .logit_processors import LARGEST, mask_grammar, mask_padding, process
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import MAX_GUMBEL, gumbel_noise, gumbel_rows
 from .sampling_batch import SamplingBatch
@@ -29,7 +29,6 @@ from .vocab_columns import WHOLE, VocabColumns, best_of
 
 if HAS_TRITON:
     from . import fused_sampling
-    from .kernels import triton_penalties
 
 _RAW = (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
 
@@ -51,32 +50,28 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns = W
 
     logits: [rows, width], the columns of `columns`; any float type, left as they are
     """
-    uses_kernels = is_fused(logits)
-    in_place = batch.changes_logits or bool(batch.logprobs) or not (batch.all_greedy or uses_kernels)
-    if in_place or not uses_kernels:
-        # float32 before anything else: in bfloat16 a sum of probabilities means nothing. Kernels widen as they read.
-        logits = logits.to(torch.float32, copy=in_place)
+    if is_fused(logits):
+        token_ids, tables = fused_sampling.sample(logits, batch, columns)
+        return Sampled(token_ids=token_ids, logprobs=tables)
+    has_padding = (
+        batch.vocab_limits is not None and batch.min_vocab_limit < columns.first_id + logits.shape[1]
+    )
+    in_place = has_padding or batch.changes_logits or bool(batch.logprobs) or not batch.all_greedy
+    # float32 before anything else: in bfloat16 a sum of probabilities means nothing.
+    logits = logits.to(torch.float32, copy=in_place)
     if batch.vocab_limits is not None:
         mask_padding(logits, batch.vocab_limits, batch.min_vocab_limit, columns.first_id)
     if batch.grammar is not None:
         mask_grammar(logits, batch.grammar, columns)
-    if batch.penalties is not None or batch.logprobs or (in_place and not batch.all_greedy):
+    if in_place:
         # float16 reaches infinity, and infinity minus infinity is no number.
         logits.clamp_(max=LARGEST)
     raw = [logits.index_select(0, group.row_index) for group in batch.logprobs if batch.logprobs_mode in _RAW]
     process(logits, batch, columns)
-    if batch.penalties is not None:
-        apply = triton_penalties.penalise if uses_kernels else penalise
-        apply(logits, batch.penalties, columns.first_id)
-    if uses_kernels:
-        token_ids, kept = fused_sampling.choose(logits, batch, columns)
-    else:
-        token_ids, kept = _choose(logits, batch, columns)
+    token_ids, kept = _choose(logits, batch, columns)
     if not batch.logprobs:
         return Sampled(token_ids=token_ids)
     if not raw:
-        if uses_kernels and not batch.all_greedy:
-            fused_sampling.temper(logits, batch)
         if kept is not None:
             # A greedy row has no filter: its threshold is -inf.
             logits.masked_fill_(logits < kept.unsqueeze(-1), -torch.inf)
@@ -98,7 +93,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns = W
 def _choose(
     logits: torch.Tensor, batch: SamplingBatch, columns: VocabColumns
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See fused_sampling.choose; but logits are float32, and divided by the temperatures in place."""
+    """Return the token of each row, [rows] int64; and the smallest tempered logit of each that the filters have left,
+    [rows] float32, None where no row has a filter. logits are divided by the temperatures in place.
+    """
     best_value, greedy = best_of(columns, logits)
     if batch.all_greedy:
         return greedy, None

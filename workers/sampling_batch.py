@@ -16,11 +16,11 @@ from .config import LogprobsMode
 class TokenMasks:
     """Tokens that some rows may choose.
 
-    row_index: [m] int64; allowed: [m, vocab_size] bool
+    row_index: [m] int64; words: [m, num_words] int32, bit j of word i for token 32 * i + j
     """
 
     row_index: torch.Tensor
-    allowed: torch.Tensor
+    words: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Penalties:
 
     row_index, slots:                [m] int64; slots: of the two tables below
     repetition, frequency, presence: [m, 1] float32; 1, 0 and 0: off
-    in_prompt:                       [slots, vocab_size] bool
+    held:                            [slots, num_words] int32, bits as in TokenMasks: in prompt or output
     counts:                          [slots, vocab_size] int32, of output tokens
     """
 
@@ -52,7 +52,7 @@ class Penalties:
     repetition: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor
-    in_prompt: torch.Tensor
+    held: torch.Tensor
     counts: torch.Tensor
 
 
@@ -78,7 +78,7 @@ class SamplingBatch:
     top_ks:           [rows] int64; 0: off
     top_ps, min_ps:   [rows] float32; 1 and 0: off
     seeds, positions: [rows] int64; position: index of the token among its request's output tokens
-    vocab_limits:     [rows] int64, first id that is padding; min_vocab_limit: the smallest of them
+    vocab_limits:     [rows] int64, first id that is padding, None: there is none; min_vocab_limit: the smallest of them
     all_greedy, any_filtered (top-k or top-p), any_min_p, max_top_k, has_open_nucleus (top-p without top-k):
                       known on the host, so that nothing waits for the device; of the rows that are not greedy
     """
@@ -108,9 +108,8 @@ class SamplingBatch:
 
     @property
     def changes_logits(self) -> bool:
-        """True when any row's logits are changed before the greedy choice."""
+        """True when any row's logits are changed before the greedy choice, other than that padding is masked."""
         stages = (
-            self.vocab_limits,
             self.grammar,
             self.allowed,
             self.bad_words,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from .config import LogprobsMode
-from .logit_processors import LARGEST, unpack_masks
+from .logit_processors import LARGEST, pack_masks
 from .messages import NewRequest
 from .sampling_batch import LogprobGroup, Penalties, SamplingBatch, TokenMasks, TokenValues
 from .sampling_params import SamplingParams
@@ -95,7 +95,7 @@ class SamplingRows:
         self._counts = TokenCounts(vocab_size, device)
         self._last_tokens = LastTokens(device)
         self._allowed_slots = Slots()
-        self._allowed = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._allowed = torch.zeros((0, -(-vocab_size // 32)), dtype=torch.int32, device=device)
         self._selection: _Selection | None = None
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -127,7 +127,7 @@ class SamplingRows:
             self._allowed = grow(self._allowed, self._allowed_slots.capacity, 0)
             allowed = np.zeros(self._vocab_size, dtype=np.bool_)
             allowed[list(params.allowed_token_ids)] = True
-            self._allowed[slot] = upload_one(allowed, self._device)
+            self._allowed[slot] = upload_one(pack_masks(allowed), self._device)
         if params.min_tokens > 0 and new.stop_token_ids:
             ids = sorted({token_id for token_id in new.stop_token_ids if 0 <= token_id < self._vocab_size})
             self._held_back[row] = np.array(ids, dtype=np.int64)
@@ -147,9 +147,8 @@ class SamplingRows:
         floats, ints = selection.floats, selection.ints
         masks = None
         if grammar is not None and grammar.places:
-            words = upload_one(grammar.words, self._device)
             masks = TokenMasks(
-                row_index=self._index(grammar.places), allowed=unpack_masks(words, self._vocab_size)
+                row_index=self._index(grammar.places), words=upload_one(grammar.words, self._device)
             )
         return SamplingBatch(
             temperatures=floats[:, TEMPERATURE],
@@ -163,7 +162,7 @@ class SamplingRows:
             any_min_p=selection.any_min_p,
             max_top_k=selection.max_top_k,
             has_open_nucleus=selection.has_open_nucleus,
-            vocab_limits=ints[:, VOCAB_LIMIT] if selection.min_vocab_limit < self._vocab_size else None,
+            vocab_limits=ints[:, VOCAB_LIMIT],
             min_vocab_limit=selection.min_vocab_limit,
             grammar=masks,
             allowed=selection.allowed,
@@ -224,7 +223,7 @@ class SamplingRows:
             allowed=(
                 TokenMasks(
                     row_index=self._index(allowed_places),
-                    allowed=self._allowed.index_select(0, self._index(allowed_slots)),
+                    words=self._allowed.index_select(0, self._index(allowed_slots)),
                 )
                 if allowed_places
                 else None
@@ -251,7 +250,7 @@ class SamplingRows:
             repetition=values[:, REPETITION : REPETITION + 1],
             frequency=values[:, FREQUENCY : FREQUENCY + 1],
             presence=values[:, PRESENCE : PRESENCE + 1],
-            in_prompt=self._counts.in_prompt,
+            held=self._counts.held,
             counts=self._counts.counts,
         )
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .logit_processors import pack_masks
 from .upload import upload_one
 
 Ints = npt.NDArray[np.int64]
@@ -55,25 +56,27 @@ class Slots:
 
 
 class TokenCounts:
-    """Which tokens the prompt holds, and how often the output holds each.
+    """Which tokens prompt and output hold, and how often the output holds each.
 
-    in_prompt: [slots, vocab_size] bool; counts: [slots, vocab_size] int32
+    held: [slots, num_words] int32, bit j of word i for token 32 * i + j; counts: [slots, vocab_size] int32
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.slots = Slots()
         self._vocab_size = vocab_size
         self._device = device
-        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self.held = torch.zeros((0, -(-vocab_size // 32)), dtype=torch.int32, device=device)
         self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def add(self, row: int, prompt_token_ids: Ints, output_token_ids: Ints) -> None:
         """Fill a slot for a row that comes, or comes back."""
         slot = self.slots.take(row)
-        self.in_prompt = grow(self.in_prompt, self.slots.capacity, 0)
+        self.held = grow(self.held, self.slots.capacity, 0)
         self.counts = grow(self.counts, self.slots.capacity, 0)
-        self.in_prompt[slot].zero_()
-        self.in_prompt[slot, upload_one(np.unique(prompt_token_ids), self._device)] = True
+        is_held = np.zeros(self._vocab_size, dtype=np.bool_)
+        is_held[prompt_token_ids] = True
+        is_held[output_token_ids] = True
+        self.held[slot] = upload_one(pack_masks(is_held), self._device)
         token_ids, counts = np.unique(output_token_ids, return_counts=True)
         self.counts[slot].zero_()
         places = upload_one(token_ids, self._device)
@@ -83,6 +86,9 @@ class TokenCounts:
         """Count one token of each. slots, token_ids: [m] int64 on the device, no slot twice."""
         ones = torch.ones_like(slots, dtype=torch.int32)
         self.counts.index_put_((slots, token_ids), ones, accumulate=True)
+        places = (slots, token_ids >> 5)
+        bits = (torch.ones_like(token_ids) << (token_ids & 31)).int()
+        self.held.index_put_(places, self.held[places] | bits)
 
 
 class LastTokens:

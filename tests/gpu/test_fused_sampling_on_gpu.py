@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from phalanx.workers import sampler
 from phalanx.workers.sampler import sample
 from phalanx.workers.sampling_batch import SamplingBatch
+from support.sampling_oracle import batch_of, hold, logits_of, random_row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -104,3 +106,22 @@ def test_nothing_waits_for_the_device() -> None:
             sample(logits, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9}])
+def test_rows_that_ask_for_everything_choose_what_torch_chooses(
+    filters: dict[str, float], is_greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(8)
+    changes = {"temperature": 0.0} if is_greedy else {"temperature": 0.8, **filters}
+    rows = [random_row(generator, WIDTH, min_p=0.0, logprobs=5, **changes) for _ in range(ROWS)]
+    logits = logits_of(rows).to("cuda", torch.bfloat16)
+    batch = batch_of(hold(rows, device="cuda"), rows)
+    found = sample(logits, batch)
+    monkeypatch.setattr(sampler, "is_fused", lambda x: False)
+    expected = sample(logits, batch)
+
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.logprobs[0].ranks, expected.logprobs[0].ranks)
+    torch.testing.assert_close(found.logprobs[0].values, expected.logprobs[0].values, rtol=0, atol=1e-5)

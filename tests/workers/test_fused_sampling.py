@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 
 from phalanx.workers import fused_sampling, sampler
 from phalanx.workers.config import LogprobsMode
-from phalanx.workers.kernels import triton_filters, triton_penalties
+from phalanx.workers.kernels import triton_filters
 from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens, draw
+from phalanx.workers.kernels.triton_edits import edit
 from phalanx.workers.kernels.triton_filters import find_thresholds
 from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
-from phalanx.workers.logit_processors import penalise
+from phalanx.workers.kernels.triton_rows import LogitRows, materialise
+from phalanx.workers.logit_processors import LARGEST, mask_grammar, mask_padding, pack_masks, process
 from phalanx.workers.noise import gumbel_rows
 from phalanx.workers.sampler import Sampled
-from phalanx.workers.sampling_batch import Penalties, SamplingBatch
+from phalanx.workers.sampling_batch import LogprobGroup, Penalties, SamplingBatch, TokenMasks, TokenValues
 from phalanx.workers.sampling_filters import thresholds
 from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.vocab_columns import WHOLE
@@ -33,6 +35,7 @@ from support.sampling_oracle import Row, batch_of, hold, logits_of, random_row
 WITHOUT_SHRINKING = settings(
     max_examples=200 if HAS_CARD else 8, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
+NUM_IDS = 5000
 KINDS = st.sampled_from(["normal", "peaked", "ties", "equal", "one-hot", "masked", "nothing", "huge"])
 
 
@@ -41,7 +44,16 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler takes the kernels, on a CPU as well."""
     monkeypatch.setattr(sampler, "is_fused", lambda x: True)
     monkeypatch.setattr(sampler, "fused_sampling", fused_sampling, raising=False)
-    monkeypatch.setattr(sampler, "triton_penalties", triton_penalties, raising=False)
+
+
+class Alone:
+    """A rank whose part of the columns is all that there is."""
+
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 class Gathered:
@@ -156,16 +168,15 @@ def test_a_draw_is_the_references_score_and_lowest_id(
     expected = torch.where(is_random, scaled.double() + noise, scaled.double())
 
     scores, token_ids = choose_tokens(
-        logits.to(DEVICE),
+        LogitRows(logits=logits.to(DEVICE), first_id=first_id),
         temperatures=batch.temperatures.to(DEVICE),
         seeds=batch.seeds.to(DEVICE),
         positions=batch.positions.to(DEVICE),
-        first_id=first_id,
     )
 
     assert torch.equal(scores.cpu(), expected.amax(dim=-1))
     assert torch.equal(token_ids.cpu(), expected.argmax(dim=-1) + first_id)
-    _, greedy = choose_tokens(logits.to(DEVICE), first_id=first_id)
+    _, greedy = choose_tokens(LogitRows(logits=logits.to(DEVICE), first_id=first_id))
     assert torch.equal(greedy.cpu(), logits.float().argmax(dim=-1) + first_id)
 
 
@@ -210,7 +221,7 @@ def test_thresholds_keep_what_the_reference_keeps(
         patch.setattr(triton_filters, "FEW_CHOSEN", min(num_chosen, 64))
         patch.setattr(triton_filters, "MANY_CHOSEN", num_chosen)
         kept, group_best = find_thresholds(
-            logits.to(DEVICE),
+            LogitRows(logits=logits.to(DEVICE)),
             temperatures=batch.temperatures.to(DEVICE),
             top_ks=batch.top_ks.to(DEVICE),
             top_ps=batch.top_ps.to(DEVICE),
@@ -272,41 +283,90 @@ def test_batches_of_anything_are_as_on_the_torch_path(
     assert torch.equal(found.logprobs[0].values, expected.logprobs[0].values)
 
 
+def masks(generator: torch.Generator, num_rows: int, num_tokens: int, share: float) -> TokenMasks:
+    """For some rows, of tokens of which few or many may be chosen."""
+    index = torch.randperm(num_rows, generator=generator)[: max(1, num_rows - 1)]
+    allowed = torch.rand(len(index), num_tokens, generator=generator) < share
+    return TokenMasks(row_index=index, words=torch.from_numpy(pack_masks(allowed.numpy())))
+
+
+def single_values(generator: torch.Generator, num_rows: int, count: int, values: list[float]) -> TokenValues:
+    """Of tokens of some rows, none twice."""
+    index = torch.randperm(num_rows, generator=generator)[: max(1, num_rows - 1)]
+    place = torch.arange(len(index)).repeat_interleave(count)
+    token_ids = torch.cat([torch.randperm(NUM_IDS, generator=generator)[:count] for _ in index])
+    chosen = torch.tensor(values)[torch.randint(0, len(values), (len(token_ids),), generator=generator)]
+    return TokenValues(row_index=index, place=place, token_ids=token_ids, values=chosen)
+
+
+def penalties_of(generator: torch.Generator, num_rows: int, repetition: float, weight: float) -> Penalties:
+    index = torch.randperm(num_rows, generator=generator)[: max(1, num_rows - 1)]
+    counts = torch.randint(-5, 4, (6, NUM_IDS), generator=generator, dtype=torch.int32).clamp(min=0)
+    is_held = (counts > 0) | (torch.rand(6, NUM_IDS, generator=generator) < 0.2)
+    values = torch.linspace(0.5, 1.0, num_rows).unsqueeze(-1)[: len(index)]
+    return Penalties(
+        row_index=index,
+        slots=torch.randint(0, 6, (len(index),), generator=generator),
+        repetition=values * repetition,
+        frequency=values * weight,
+        presence=-values * weight,
+        held=torch.from_numpy(pack_masks(is_held.numpy())),
+        counts=counts,
+    )
+
+
+def moved(part: TokenMasks | TokenValues | Penalties) -> TokenMasks | TokenValues | Penalties:
+    return type(part)(**{f.name: getattr(part, f.name).to(DEVICE) for f in dataclasses.fields(part)})
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy tells of infinity, in the interpreter
 @WITHOUT_SHRINKING
 @given(
     seed=st.integers(0, 10**6),
     kinds=st.lists(KINDS, min_size=1, max_size=4),
-    width=st.sampled_from([1, 60, 4900]),
+    width=st.sampled_from([1, 60, NUM_IDS - 64]),
+    dtype=st.sampled_from([torch.float32, NARROW]),
     first_id=st.sampled_from([0, 64]),
+    share=st.sampled_from([0.0, 0.001, 0.05, 0.9]),
+    num_values=st.sampled_from([1, 30, 700]),
     repetition=st.sampled_from([1e-30, 0.5, 1.0, 1.3, 1e30]),
     weight=st.sampled_from([0.0, 0.7, -2.0]),
+    skipped=st.sets(st.sampled_from(["grammar", "allowed", "bad_words", "bias", "held_back", "penalties"])),
 )
-def test_penalties_are_the_references(
-    seed: int, kinds: list[str], width: int, first_id: int, repetition: float, weight: float
-) -> None:
-    logits = make_rows(seed, kinds, width).clamp(max=1e30)
+def test_rows_read_by_kernels_are_as_the_stages_in_torch_write_them(
+    seed: int, kinds: list[str], width: int, dtype: torch.dtype, first_id: int, share: float, num_values: int,
+    repetition: float, weight: float, skipped: set[str],
+) -> None:  # fmt: skip
+    logits, size = make_rows(seed, kinds, width).to(dtype), len(kinds)
     generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(len(kinds), generator=generator)[: max(1, len(kinds) - 1)]
-    counts = torch.randint(-5, 4, (6, 5000), generator=generator, dtype=torch.int32).clamp(min=0)
-    values = torch.linspace(0.5, 1.0, 3).unsqueeze(-1)[: len(places)]
-    penalties = Penalties(
-        row_index=places,
-        slots=torch.randperm(6, generator=generator)[: len(places)],
-        repetition=values * repetition,
-        frequency=values * weight,
-        presence=-values * weight,
-        in_prompt=torch.rand(6, 5000, generator=generator) < 0.2,
-        counts=counts,
-    )
-    expected, found = logits.clone(), logits.to(DEVICE)
-    penalise(expected, penalties, first_id)
+    stages = {
+        "grammar": masks(generator, size, NUM_IDS, share),
+        "allowed": masks(generator, size, NUM_IDS, 0.5),
+        "bad_words": single_values(generator, size, num_values, [0.0, -torch.inf]),
+        "bias": single_values(generator, size, num_values, [100.0, -100.0, 0.3]),
+        "held_back": single_values(generator, size, num_values, [-torch.inf]),
+        "penalties": penalties_of(generator, size, repetition, weight),
+    }
+    stages = {name: None if name in skipped else stage for name, stage in stages.items()}
+    limits = first_id + torch.randint(1, width + 1, (size,), generator=generator)
+    batch = dataclasses.replace(make_batch(seed, size, width, 1), vocab_limits=limits, **stages)
+    # Part of the rows, or as good as the whole of them.
+    columns = Alone(first_id) if first_id else WHOLE
+    expected = logits.float().clamp(max=LARGEST)
+    mask_padding(expected, limits, int(limits.min()), first_id)
+    if batch.grammar is not None:
+        mask_grammar(expected, batch.grammar, columns)
+    raw = expected.clone()
+    process(expected, batch, columns)
 
-    fields = {field.name: getattr(penalties, field.name) for field in dataclasses.fields(penalties)}
-    on_card = Penalties(**{name: value.to(DEVICE) for name, value in fields.items()})
-    triton_penalties.penalise(found, on_card, first_id)
+    on_card = {name: None if stage is None else moved(stage) for name, stage in stages.items()}
+    group = LogprobGroup(row_index=torch.arange(1), places=[0], num_top=1, wanted=[1])
+    seen = LogitRows(logits=logits.to(DEVICE), first_id=first_id, limits=limits.to(DEVICE))
+    asked = dataclasses.replace(on_device(batch), logprobs=(group,), **on_card)
+    edits, raw_edits = edit(seen, asked, columns)
 
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(materialise(dataclasses.replace(seen, edits=edits)).cpu(), expected)
+    assert torch.equal(materialise(dataclasses.replace(seen, edits=raw_edits)).cpu(), raw)
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -315,18 +375,18 @@ def test_ranks_with_a_part_each_find_the_token_of_the_whole_row() -> None:
     batch = make_batch(3, 6, 320, 40)
     batch = dataclasses.replace(batch, top_ps=torch.ones(6), any_min_p=False, any_filtered=False)
     batch = on_device(batch)
-    whole, _ = fused_sampling.choose(logits.to(DEVICE), batch, WHOLE)
+    whole, _ = fused_sampling.choose(LogitRows(logits=logits.to(DEVICE)), batch, WHOLE)
 
     edges = [0, 128, 320]
     parts = []
     for low, high in itertools.pairwise(edges):
         scores, token_ids = choose_tokens(
-            logits[:, low:high].to(DEVICE), temperatures=batch.temperatures, seeds=batch.seeds,
-            positions=batch.positions, first_id=low,
+            LogitRows(logits=logits[:, low:high].to(DEVICE), first_id=low), temperatures=batch.temperatures,
+            seeds=batch.seeds, positions=batch.positions,
         )  # fmt: skip
         parts.append(torch.stack([scores, token_ids.double()], dim=-1))
     for own in range(2):
         columns = Gathered(edges[own], torch.cat(parts, dim=-1))
-        part = logits[:, edges[own] : edges[own + 1]].to(DEVICE)
+        part = LogitRows(logits=logits[:, edges[own] : edges[own + 1]].to(DEVICE), first_id=edges[own])
         token_ids, _ = fused_sampling.choose(part, batch, columns)
         assert torch.equal(token_ids, whole)

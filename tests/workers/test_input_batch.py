@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx.workers.input_batch import ON_DEVICE, InputBatch
+from phalanx.workers.logit_processors import unpack_masks
 from phalanx.workers.messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 
@@ -184,7 +185,8 @@ def test_masks_find_their_rows_by_name_and_chunks_have_none() -> None:
     sampling = batch.sampling_batch(step, masks(c=[0, 99], b=[31, 32]))
 
     assert sampling.grammar is not None
-    rows = dict(zip(sampling.grammar.row_index.tolist(), sampling.grammar.allowed, strict=True))
+    allowed = unpack_masks(sampling.grammar.words, 100)
+    rows = dict(zip(sampling.grammar.row_index.tolist(), allowed, strict=True))
     assert rows[0].nonzero().flatten().tolist() == [31, 32]
     assert rows[1].nonzero().flatten().tolist() == [0, 99]
     with pytest.raises(RuntimeError, match="do not sample"):

@@ -23,6 +23,7 @@ import triton.language as tl
 from .. import noise
 from ..logit_processors import LARGEST
 from .triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel, philox
+from .triton_rows import LogitRows, load_logits, row_flag, row_limit, temper
 
 PIECE = 2048
 GROUP = 64
@@ -78,45 +79,40 @@ def draw_part(
 
     logits: [n, width]; first_id: token id of the first column, a multiple of 4
     """
-    state = _RowState(rows=rows, vocab_limits=vocab_limits, last_tokens=last_tokens)
-    return _choose(logits, temperatures, seeds, sample_positions, state=state, first_id=first_id)
+    seen = LogitRows(logits=logits, first_id=first_id, limits=vocab_limits)
+    state = _RowState(rows=rows, last_tokens=last_tokens)
+    return _choose(seen, temperatures, seeds, sample_positions, state=state)
 
 
 def choose_tokens(
-    logits: torch.Tensor,
+    rows: LogitRows,
     *,
     temperatures: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
     group_best: torch.Tensor | None = None,
-    first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best score of each row, float64, and the token that has it, int64: both [rows].
 
-    logits:       [rows, width], any float type, rows of any stride; left as they are
     temperatures: [rows] float32, 0: greedy; None: all rows are. With it seeds and positions: [rows] int64
     kept:         [rows] float32, smallest tempered logit that may be drawn; None: any
     group_best:   [rows, groups] float32, the largest tempered logit of each GROUP ids, to skip by; with `kept`
-    first_id:     token id of the first column, a multiple of 4
     """
-    assert first_id % 4 == 0, "four adjacent ids share one evaluation"
-    return _choose(
-        logits, temperatures, seeds, positions, kept=kept, group_best=group_best, first_id=first_id
-    )
+    assert rows.first_id % 4 == 0, "four adjacent ids share one evaluation"
+    return _choose(rows, temperatures, seeds, positions, kept=kept, group_best=group_best)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowState:
-    """Where the parameters of the logits' rows stand; see `draw`."""
+    """Where the parameters of the logits' rows stand, limits included; see `draw`."""
 
     rows: torch.Tensor
-    vocab_limits: torch.Tensor
     last_tokens: torch.Tensor
 
 
 def _choose(
-    logits: torch.Tensor,
+    rows: LogitRows,
     temperatures: torch.Tensor | None,
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
@@ -124,11 +120,9 @@ def _choose(
     kept: torch.Tensor | None = None,
     group_best: torch.Tensor | None = None,
     state: _RowState | None = None,
-    first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, width = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    num_rows, width = rows.shape
+    logits = rows.logits
     num_pieces = triton.cdiv(width, PIECE)
     scores = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -137,52 +131,30 @@ def _choose(
     estimates = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     # What a kernel does not read may be any pointer.
     parameters = [estimates if x is None else x for x in (temperatures, seeds, positions, kept)]
-    indirect = (token_ids,) * 3 if state is None else (state.rows, state.vocab_limits, state.last_tokens)
     # Parameters may be columns of a table.
     strides = [x.stride(0) for x in parameters[:3]]
     step = pieces_per_program(num_rows, num_pieces)
     has_group_best = group_best is not None and kept is not None
+    settings = {
+        "IS_RANDOM": temperatures is not None,
+        "HAS_KEPT": kept is not None,
+        "HAS_STATE": state is not None,
+        "HAS_LIMITS": rows.limits is not None,
+        "HAS_EDITS": rows.edits is not None,
+    }
     _estimate_kernel[(num_rows, triton.cdiv(num_pieces, step))](
-        logits,
-        *parameters,
-        *indirect[:2],
-        group_best if has_group_best else estimates,
-        estimates,
-        *strides,
-        logits.stride(0),
-        width,
-        num_pieces,
-        first_id,
-        0 if group_best is None else group_best.shape[1],
-        step,
-        IS_RANDOM=temperatures is not None,
-        HAS_KEPT=kept is not None,
-        HAS_GROUP_BEST=has_group_best,
-        HAS_STATE=state is not None,
-        PIECE=PIECE,
-        GROUP=GROUP,
-        num_warps=4,
-    )
+        logits, *parameters, token_ids if state is None else state.rows, *rows.kernel_arguments(),
+        group_best if has_group_best else estimates, estimates, *strides, logits.stride(0), width, num_pieces,
+        rows.first_id, 0 if group_best is None else group_best.shape[1], step,
+        HAS_GROUP_BEST=has_group_best, PIECE=PIECE, GROUP=GROUP, num_warps=4, **settings,
+    )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        logits,
-        *parameters,
-        *indirect,
-        estimates,
-        scores,
-        token_ids,
-        *strides,
-        logits.stride(0),
-        width,
-        num_pieces,
-        first_id,
-        IS_RANDOM=temperatures is not None,
-        HAS_KEPT=kept is not None,
-        HAS_STATE=state is not None,
-        PIECE=PIECE,
-        NUM_PIECES_PAD=triton.next_power_of_2(num_pieces),
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        logits, *parameters, token_ids if state is None else state.rows, *rows.kernel_arguments(),
+        token_ids if state is None else state.last_tokens, estimates, scores, token_ids, *strides, logits.stride(0),
+        width, num_pieces, rows.first_id,
+        PIECE=PIECE, NUM_PIECES_PAD=triton.next_power_of_2(num_pieces), num_warps=4, enable_fp_fusion=False,
+        **settings,
+    )  # fmt: skip
     return scores, token_ids
 
 
@@ -195,46 +167,27 @@ def _quarters(x, QUADS: tl.constexpr):
     return x0, x1, x2, x3
 
 
-_STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions"]
+_STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions", "stride_limits"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "first_id", "num_groups", "step"])
 def _estimate_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    kept_ptr,
-    rows_ptr,
-    vocab_limits_ptr,
-    group_best_ptr,
-    estimates_ptr,
-    stride_temperatures,
-    stride_seeds,
-    stride_positions,
-    stride_logits,
-    width,
-    num_pieces,
-    first_id,
-    num_groups,
-    step,
-    IS_RANDOM: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_GROUP_BEST: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    PIECE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, kept_ptr, rows_ptr, limits_ptr, stride_limits, edits,
+    group_best_ptr, estimates_ptr, stride_temperatures, stride_seeds, stride_positions, stride_logits, width,
+    num_pieces, first_id, num_groups, step,
+    IS_RANDOM: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_STATE: tl.constexpr, HAS_LIMITS: tl.constexpr,
+    HAS_EDITS: tl.constexpr, HAS_GROUP_BEST: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * step
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
     group = tl.arange(0, PIECE // GROUP)
     source = row
-    limit = width
     if HAS_STATE:
         source = tl.load(rows_ptr + row)
-        limit = tl.minimum(tl.load(vocab_limits_ptr + source) - first_id, width).to(tl.int32)
+    limit = row_limit(limits_ptr, stride_limits, source, first_id, width, HAS_LIMITS)
+    flag = row_flag(edits, row, HAS_EDITS)
     temperature = 0.0
     if IS_RANDOM:
         temperature = tl.load(temperatures_ptr + source * stride_temperatures)
@@ -257,18 +210,13 @@ def _estimate_kernel(
             may_count = tl.max(best, 0) >= kept
         if may_count:
             at = piece * PIECE + column
-            x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
-            if HAS_STATE:
-                # Apart from the load, which is wide because the width of rows is a round number.
-                x = tl.where(at < limit, x, -float("inf"))
+            x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
             if IS_RANDOM:
-                x = tl.minimum(x, _LARGEST)
                 if HAS_KEPT:
-                    # As exact as the reference: a token is either kept or not.
-                    x = tl.div_rn(x, tl.zeros_like(x) + divisor)
+                    x = temper(x, divisor)
                     x = tl.where(x >= kept, x, -float("inf"))
                 else:
-                    x = x * inverse
+                    x = tl.minimum(x, _LARGEST) * inverse
             estimate = tl.max(x, 0)
             if IS_RANDOM:
                 if (temperature != 0.0) & (estimate + _MAX_GUMBEL >= reached - tl.abs(reached) * 1e-6):
@@ -286,38 +234,20 @@ def _estimate_kernel(
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "first_id"])
 def _finish_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    kept_ptr,
-    rows_ptr,
-    vocab_limits_ptr,
-    last_tokens_ptr,
-    estimates_ptr,
-    scores_ptr,
-    token_ids_ptr,
-    stride_temperatures,
-    stride_seeds,
-    stride_positions,
-    stride_logits,
-    width,
-    num_pieces,
-    first_id,
-    IS_RANDOM: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    PIECE: tl.constexpr,
-    NUM_PIECES_PAD: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, kept_ptr, rows_ptr, limits_ptr, stride_limits, edits,
+    last_tokens_ptr, estimates_ptr, scores_ptr, token_ids_ptr, stride_temperatures, stride_seeds, stride_positions,
+    stride_logits, width, num_pieces, first_id,
+    IS_RANDOM: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_STATE: tl.constexpr, HAS_LIMITS: tl.constexpr,
+    HAS_EDITS: tl.constexpr, PIECE: tl.constexpr, NUM_PIECES_PAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
     source = row
-    limit = width
     if HAS_STATE:
         source = tl.load(rows_ptr + row)
-        limit = tl.minimum(tl.load(vocab_limits_ptr + source) - first_id, width).to(tl.int32)
+    limit = row_limit(limits_ptr, stride_limits, source, first_id, width, HAS_LIMITS)
+    flag = row_flag(edits, row, HAS_EDITS)
     temperature = 0.0
     if IS_RANDOM:
         temperature = tl.load(temperatures_ptr + source * stride_temperatures)
@@ -341,13 +271,9 @@ def _finish_kernel(
     piece = tl.min(tl.where(is_open, pieces, _NO_ID), 0)
     while piece < _NO_ID:
         at = piece * PIECE + column
-        x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
-        if HAS_STATE:
-            # Apart from the load, which is wide because the width of rows is a round number.
-            x = tl.where(at < limit, x, -float("inf"))
+        x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
         if IS_RANDOM:
-            x = tl.minimum(x, _LARGEST)
-            x = tl.div_rn(x, tl.zeros_like(x) + divisor)
+            x = temper(x, divisor)
         score = x.to(tl.float64)
         if IS_RANDOM:
             if temperature != 0.0:

@@ -21,6 +21,7 @@ import triton.language as tl
 from ..logit_processors import LARGEST
 from ..sampling_filters import TOP_P_TOLERANCE
 from .triton_draw import GROUP, PIECE, pieces_per_program
+from .triton_rows import LogitRows, load_logits, row_flag, row_limit, temper
 
 FEW_CHOSEN, MANY_CHOSEN = 64, 256
 """Groups looked at: where the largest top-k is known to be small, and else."""
@@ -36,7 +37,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def find_thresholds(
-    logits: torch.Tensor,
+    rows: LogitRows,
     *,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor,
@@ -46,13 +47,10 @@ def find_thresholds(
     has_open_nucleus: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the smallest tempered logit of each row that may be drawn, [rows] float32, -inf for greedy rows; and the
-    largest tempered logit of each GROUP ids, [rows, groups] float32.
-
-    logits: [rows, width], any float type, rows of any stride; left as they are. The rest as in SamplingBatch.
+    largest tempered logit of each GROUP ids, [rows, groups] float32. The parameters are as in SamplingBatch.
     """
-    num_rows, width = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    num_rows, width = rows.shape
+    logits = rows.logits
     num_groups = triton.cdiv(width, GROUP)
     device = logits.device
     kept = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -65,9 +63,11 @@ def find_thresholds(
     step = pieces_per_program(num_rows, num_pieces)
     parameters = (temperatures, top_ks, top_ps)
     strides = tuple(parameter.stride(0) for parameter in parameters)
+    seen = (*rows.kernel_arguments(), rows.first_id)
+    settings = {"HAS_LIMITS": rows.limits is not None, "HAS_EDITS": rows.edits is not None, "GROUP": GROUP}
     _group_kernel[(num_rows, triton.cdiv(num_pieces, step))](
-        logits, *parameters, group_best, group_mass, *strides, logits.stride(0), width, num_pieces, num_groups, step,
-        HAS_MASS=has_open_nucleus, PIECE=PIECE, GROUP=GROUP, num_warps=4,
+        logits, *seen, *parameters, group_best, group_mass, *strides, logits.stride(0), width, num_pieces,
+        num_groups, step, HAS_MASS=has_open_nucleus, PIECE=PIECE, num_warps=4, **settings,
     )  # fmt: skip
     num_chosen = FEW_CHOSEN if max_top_k <= FEW_CHOSEN and not has_open_nucleus else MANY_CHOSEN
     chosen = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=device)
@@ -75,15 +75,17 @@ def find_thresholds(
     # The same operation as the reference's, for the same bits.
     log_min_ps = min_ps.log()
     _threshold_kernel[(num_rows,)](
-        logits, *parameters, log_min_ps, group_best, group_mass, chosen, is_open, kept, *strides, logits.stride(0),
-        width, num_groups,
-        HAS_MASS=has_open_nucleus, GROUP=GROUP, NUM_GROUPS_PAD=triton.next_power_of_2(num_groups),
-        NUM_CHOSEN=num_chosen, num_warps=8 if num_chosen == FEW_CHOSEN else 16,
+        logits, *seen, *parameters, log_min_ps, group_best, group_mass, chosen, is_open, kept, *strides,
+        logits.stride(0), width, num_groups,
+        HAS_MASS=has_open_nucleus, NUM_GROUPS_PAD=triton.next_power_of_2(num_groups), NUM_CHOSEN=num_chosen,
+        num_warps=8 if num_chosen == FEW_CHOSEN else 16, **settings,
     )  # fmt: skip
     if num_groups > num_chosen:
         _whole_row_kernel[(num_rows,)](
-            logits, *parameters, log_min_ps, group_best, is_open, kept, *strides, logits.stride(0), width, num_groups,
+            logits, *seen, *parameters, log_min_ps, group_best, is_open, kept, *strides, logits.stride(0), width,
+            num_groups,
             NUM_GROUPS_PAD=triton.next_power_of_2(num_groups), BLOCK=4096, NUM_PIVOTS=NUM_PIVOTS, num_warps=16,
+            **settings,
         )  # fmt: skip
     return kept, group_best
 
@@ -122,21 +124,15 @@ def _mass(x, best):
     return tl.where(x > -float("inf"), p * power, 0.0)
 
 
-@triton.jit
-def _load_tempered(logits_ptr, at, mask, divisor):
-    x = tl.load(logits_ptr + at, mask=mask, other=-float("inf")).to(tl.float32)
-    x = tl.minimum(x, _LARGEST)
-    return tl.div_rn(x, tl.zeros_like(x) + divisor)
-
-
-_STRIDES = ["stride_temperatures", "stride_top_ks", "stride_top_ps"]
+_STRIDES = ["stride_temperatures", "stride_top_ks", "stride_top_ps", "stride_limits", "first_id"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_pieces", "num_groups", "step"])
 def _group_kernel(
-    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, group_best_ptr, group_mass_ptr,
-    stride_temperatures, stride_top_ks, stride_top_ps, stride_logits, width, num_pieces, num_groups, step,
-    HAS_MASS: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr,
+    logits_ptr, limits_ptr, stride_limits, edits, first_id, temperatures_ptr, top_ks_ptr, top_ps_ptr, group_best_ptr,
+    group_mass_ptr, stride_temperatures, stride_top_ks, stride_top_ps, stride_logits, width, num_pieces, num_groups,
+    step, HAS_MASS: tl.constexpr, PIECE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_EDITS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * step
@@ -148,11 +144,13 @@ def _group_kernel(
         top_k = tl.load(top_ks_ptr + row * stride_top_ks)
         top_p = tl.load(top_ps_ptr + row * stride_top_ps)
         needs_mass = (temperature != 0.0) & (top_k == 0) & (top_p < 1.0)
+    limit = row_limit(limits_ptr, stride_limits, row, first_id, width, HAS_LIMITS)
+    flag = row_flag(edits, row, HAS_EDITS)
     column = tl.arange(0, PIECE)
     in_piece = tl.arange(0, PIECE // GROUP)
     for piece in range(first, tl.minimum(first + step, num_pieces)):
         at = piece * PIECE + column
-        x = tl.load(logits_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+        x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
         x = tl.reshape(tl.minimum(x, _LARGEST), (PIECE // GROUP, GROUP))
         # Rounding keeps the order, so the largest of the quotients is the quotient of the largest.
         largest = tl.max(x, 1)
@@ -168,10 +166,11 @@ def _group_kernel(
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_groups"])
 def _threshold_kernel(
-    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr, group_best_ptr, group_mass_ptr,
-    chosen_ptr, is_open_ptr, kept_ptr,
-    stride_temperatures, stride_top_ks, stride_top_ps, stride_logits, width, num_groups,
-    HAS_MASS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PAD: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    logits_ptr, limits_ptr, stride_limits, edits, first_id, temperatures_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr,
+    group_best_ptr, group_mass_ptr, chosen_ptr, is_open_ptr, kept_ptr, stride_temperatures, stride_top_ks,
+    stride_top_ps, stride_logits, width, num_groups,
+    HAS_MASS: tl.constexpr, NUM_GROUPS_PAD: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_LIMITS: tl.constexpr,
+    HAS_EDITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
@@ -218,7 +217,10 @@ def _threshold_kernel(
             own = tl.load(chosen_ptr + row * NUM_CHOSEN + slot, mask=slot < num_chosen, other=-1)
             at = own[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
             is_token = (own[:, None] >= 0) & (at < width)
-            x = _load_tempered(logits_ptr, at, is_token, divisor=temperature)
+            limit = row_limit(limits_ptr, stride_limits, row, first_id, width, HAS_LIMITS)
+            flag = row_flag(edits, row, HAS_EDITS)
+            x = load_logits(logits_ptr, at, is_token, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
+            x = temper(x, temperature)
             key = tl.where(is_token, _to_key(x), _NO_KEY)
 
             if top_k > 0:
@@ -270,9 +272,10 @@ def _threshold_kernel(
 
 @triton.jit(do_not_specialize=[*_STRIDES, "num_groups"])
 def _whole_row_kernel(
-    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr, group_best_ptr, is_open_ptr, kept_ptr,
-    stride_temperatures, stride_top_ks, stride_top_ps, stride_logits, width, num_groups,
-    NUM_GROUPS_PAD: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
+    logits_ptr, limits_ptr, stride_limits, edits, first_id, temperatures_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr,
+    group_best_ptr, is_open_ptr, kept_ptr, stride_temperatures, stride_top_ks, stride_top_ps, stride_logits, width,
+    num_groups, NUM_GROUPS_PAD: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr, HAS_EDITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_open_ptr + row) != 0:
@@ -289,6 +292,8 @@ def _whole_row_kernel(
         floor_key = _to_key(tl.minimum(best + tl.load(log_min_ps_ptr + row), best)).to(tl.int64)
         column = tl.arange(0, BLOCK)
         pivot = tl.arange(1, NUM_PIVOTS + 1).to(tl.int64)
+        limit = row_limit(limits_ptr, stride_limits, row, first_id, width, HAS_LIMITS)
+        flag = row_flag(edits, row, HAS_EDITS)
         if top_k > 0:
             # The largest key that top_k tokens reach.
             low = tl.full((), _KEY_OF_NOTHING, tl.int64)
@@ -299,7 +304,8 @@ def _whole_row_kernel(
                 counts = tl.zeros((NUM_PIVOTS,), tl.int32)
                 for start in range(0, width, BLOCK):
                     at = start + column
-                    key = _to_key(_load_tempered(logits_ptr, at, at < width, temperature))
+                    x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
+                    key = _to_key(temper(x, temperature))
                     key = tl.where(at < width, key, _NO_KEY)
                     is_reached = key[None, :] >= pivots.to(tl.int32)[:, None]
                     counts += tl.sum(is_reached.to(tl.int32), 1)
@@ -311,7 +317,8 @@ def _whole_row_kernel(
             whole = tl.full((), 0.0, tl.float64)
             for start in range(0, width, BLOCK):
                 at = start + column
-                x = _load_tempered(logits_ptr, at, at < width, temperature)
+                x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
+                x = temper(x, temperature)
                 whole += tl.sum(tl.where(_to_key(x) >= floor_key.to(tl.int32), _mass(x, best), 0.0), 0)
             wanted = (top_p.to(tl.float64) - _TOLERANCE) * whole
             # The smallest key above which there is less than what is wanted.
@@ -323,7 +330,8 @@ def _whole_row_kernel(
                 above = tl.zeros((NUM_PIVOTS,), tl.float64)
                 for start in range(0, width, BLOCK):
                     at = start + column
-                    x = _load_tempered(logits_ptr, at, at < width, temperature)
+                    x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
+                    x = temper(x, temperature)
                     is_above = _to_key(x)[None, :] > pivots.to(tl.int32)[:, None]
                     above += tl.sum(tl.where(is_above, _mass(x, best)[None, :], 0.0), 1)
                 num_above = tl.sum(((above >= wanted) & (pivots < high)).to(tl.int64), 0)
