@@ -24,7 +24,7 @@ from .models.causal_lm import CausalLM
 from .profile_run import paged_context
 from .sampler import sample
 from .sampling_params import SamplingParams
-from .sampling_rows import SamplingRows
+from .sampling_rows import GrammarWords, SamplingRows
 
 MAX_THREADS = 16
 
@@ -87,14 +87,16 @@ def compile_kernels(
 def _sample(model: CausalLM, device: torch.device) -> None:
     """Sample as steps do that hold prompts. Nothing is looked up by the tokens, which are none."""
     vocab_size, dtype = model.config.vocab_size, next(model.parameters()).dtype
-    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.9, "min_p": 0.01}]
+    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {"logprobs": 1}, {"top_p": 0.9, "min_p": 0.01}]
     edits: dict[str, Any] = {
         "allowed_token_ids": (0,),
         "bad_words_token_ids": ((0,),),
         "logit_bias": {0: 1.0},
         "frequency_penalty": 1.0,
+        "logprobs": 1,
     }
-    cases = [SamplingParams(**choice, **changes) for choice in choices for changes in ({}, edits)]
+    every_token = np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32)
+    cases = [SamplingParams(**(choice | changes)) for choice in choices for changes in ({}, edits)]
     rows = SamplingRows(max_num_seqs=len(cases), vocab_size=vocab_size, device=device)
     for row, params in enumerate(cases):
         rows.add(
@@ -109,5 +111,6 @@ def _sample(model: CausalLM, device: torch.device) -> None:
                 seed=row,
             ),
         )
-        batch = rows.batch(np.full(1, row, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        grammar = GrammarWords(places=[0], words=every_token) if params.logit_bias else None
+        batch = rows.batch(np.full(1, row, dtype=np.int64), np.zeros(1, dtype=np.int64), grammar)
         sample(torch.zeros((1, vocab_size), dtype=dtype, device=device), batch)

@@ -13,8 +13,9 @@ from .config import LogprobsMode
 from .kernels.triton_draw import choose_tokens
 from .kernels.triton_edits import edit
 from .kernels.triton_filters import find_thresholds
+from .kernels.triton_logprobs import MAX_PICKED, find_own, find_parts
 from .kernels.triton_rows import LogitRows, materialise
-from .logprobs import LogprobTensors, gather_logprobs
+from .logprobs import LogprobTensors, assemble, gather_logprobs
 from .sampling_batch import SamplingBatch
 from .sampling_filters import thresholds
 from .vocab_columns import WHOLE, VocabColumns, best_of_all, max_of
@@ -36,25 +37,54 @@ def sample(
     if not batch.logprobs:
         return token_ids, ()
     is_raw = batch.logprobs_mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
-    shown = materialise(replace(plain, edits=raw_edits) if is_raw else rows)
-    if not is_raw:
-        if not batch.all_greedy:
-            temper(shown, batch)
-        if kept is not None:
-            # A greedy row has no filter: its threshold is -inf.
-            shown.masked_fill_(shown < kept.unsqueeze(-1), -torch.inf)
+    if is_raw:
+        rows, temperatures, kept = replace(plain, edits=raw_edits), None, None
+    else:
+        temperatures = batch.temperatures
     is_normalised = batch.logprobs_mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
     tables = tuple(
-        gather_logprobs(
-            shown.index_select(0, group.row_index),
+        gather(
+            rows,
+            group.row_index,
             token_ids.index_select(0, group.row_index),
             group.num_top,
             columns=columns,
             is_normalised=is_normalised,
+            temperatures=temperatures,
+            kept=kept,
         )
         for group in batch.logprobs
     )
     return token_ids, tables
+
+
+def gather(
+    rows: LogitRows,
+    row_index: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_top: int,
+    *,
+    columns: VocabColumns = WHOLE,
+    is_normalised: bool = True,
+    temperatures: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> LogprobTensors:
+    """Take the numbers of one token of some rows, and of the likeliest ones. See logprobs.gather_logprobs.
+
+    row_index, token_ids: [m] int64; temperatures, kept: [rows], as the kernels take them (find_parts)
+    """
+    if num_top > min(MAX_PICKED, rows.shape[1] // 8):
+        shown = materialise(rows, row_index)
+        if temperatures is not None:
+            divisors = temperatures.index_select(0, row_index)
+            shown.div_(torch.where(divisors == 0.0, 1.0, divisors).unsqueeze(-1))
+        if kept is not None:
+            # A greedy row has no filter: its threshold is -inf.
+            shown.masked_fill_(shown < kept.index_select(0, row_index).unsqueeze(-1), -torch.inf)
+        return gather_logprobs(shown, token_ids, num_top, columns=columns, is_normalised=is_normalised)
+    own = max_of(columns, find_own(rows, row_index, token_ids, temperatures=temperatures, kept=kept))
+    parts = find_parts(rows, row_index, own, num_top, temperatures=temperatures, kept=kept)
+    return assemble(token_ids, own, parts, num_top, columns=columns, is_normalised=is_normalised)
 
 
 def choose(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .logit_processors import LARGEST
 from .messages import LogprobTable
 from .sampling_batch import LogprobGroup
 from .vocab_columns import WHOLE, VocabColumns, max_of, sum_of
@@ -30,6 +31,22 @@ class LogprobTensors:
     ranks: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParts:
+    """What one rank finds in its columns of m rows.
+
+    largest:    [m] float32, the largest value; mass: [m] float64, sum of exp(value - largest)
+    num_larger: [m] int64, values that exceed that of the row's own token
+    values:     [m, k] float32, the k likeliest, the best first; token_ids: [m, k] int64
+    """
+
+    largest: torch.Tensor
+    mass: torch.Tensor
+    num_larger: torch.Tensor
+    values: torch.Tensor
+    token_ids: torch.Tensor
+
+
 def gather_logprobs(
     rows: torch.Tensor,
     token_ids: torch.Tensor,
@@ -47,14 +64,43 @@ def gather_logprobs(
     is_here = (places >= 0) & (places < width)
     own = rows.gather(-1, places.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
     own = max_of(columns, torch.where(is_here, own, -torch.inf))
-    num_larger = sum_of(columns, (rows > own.unsqueeze(-1)).sum(dim=-1))
-    values, ids = _likeliest(rows, num_top, columns)
+    parts = find_parts(rows, own, num_top, first_id=columns.first_id)
+    return assemble(token_ids, own, parts, num_top, columns=columns, is_normalised=is_normalised)
+
+
+def find_parts(rows: torch.Tensor, own: torch.Tensor, num_top: int, *, first_id: int = 0) -> RowParts:
+    """Look at one rank's columns. rows: [m, width] float32; own: [m] float32, of the whole row's own token."""
+    largest = rows.amax(dim=-1)
+    # A rank may have nothing but -inf, and the difference of two of them is no number.
+    distances = rows - largest.clamp(min=-LARGEST).unsqueeze(-1)
+    values, places = _likeliest(rows, num_top)
+    return RowParts(
+        largest=largest,
+        # The sum in float64, so that it does not depend on who adds up which part.
+        mass=distances.exp().sum(dim=-1, dtype=torch.float64),
+        num_larger=(rows > own.unsqueeze(-1)).sum(dim=-1),
+        values=values,
+        token_ids=places + first_id,
+    )
+
+
+def assemble(
+    token_ids: torch.Tensor,
+    own: torch.Tensor,
+    parts: RowParts,
+    num_top: int,
+    *,
+    columns: VocabColumns,
+    is_normalised: bool,
+) -> LogprobTensors:
+    """Put together what the ranks have found. token_ids: [m] int64, each row's own token; own: [m] its value."""
+    num_larger = sum_of(columns, parts.num_larger)
+    values, ids = _best_of_all(parts, num_top, columns)
     values = torch.cat([own.unsqueeze(-1), values], dim=-1)
     if is_normalised:
-        largest = max_of(columns, rows.amax(dim=-1)).unsqueeze(-1)
-        # The sum in float64, so that it does not depend on who adds up which part.
-        mass = sum_of(columns, (rows - largest).exp().sum(dim=-1, dtype=torch.float64)).unsqueeze(-1)
-        values = (values.double() - largest.double() - mass.log()).float()
+        largest = max_of(columns, parts.largest).double()
+        mass = sum_of(columns, parts.mass * (parts.largest.double() - largest).exp())
+        values = (values.double() - largest.unsqueeze(-1) - mass.log().unsqueeze(-1)).float()
     return LogprobTensors(
         token_ids=torch.cat([token_ids.unsqueeze(-1), ids], dim=-1).int(),
         values=values,
@@ -133,23 +179,23 @@ def pack_table(
     )
 
 
-def _likeliest(rows: torch.Tensor, count: int, columns: VocabColumns) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest values of the whole rows and their token ids: [m, count] float32 and int64, sorted."""
-    width = rows.shape[-1]
-    if count == 0:
-        empty = rows.new_empty((rows.shape[0], 0))
-        return empty, empty.long()
+def _likeliest(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest values, sorted, and their places: [m, at most count] float32 and int64."""
     # A whole row is faster to sort than to select; and a stable sort puts the lowest id first among equals.
-    if count * 8 >= width:
+    if count * 8 >= rows.shape[-1]:
         values, places = rows.sort(dim=-1, descending=True, stable=True)
-        values, places = values[:, :count], places[:, :count]
-    else:
-        values, places = rows.topk(count, dim=-1)
-    ids = places + columns.first_id
-    if columns is WHOLE:
-        return values, ids
-    missing = count - values.shape[-1]
-    values = columns.gather(F.pad(values, (0, missing), value=-torch.inf))
-    ids = columns.gather(F.pad(ids, (0, missing)))
+        return values[:, :count], places[:, :count]
+    values, places = rows.topk(count, dim=-1)
+    return values, places
+
+
+def _best_of_all(parts: RowParts, count: int, columns: VocabColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of the whole rows: [m, count] float32 and int64, sorted."""
+    if columns is WHOLE or count == 0:
+        return parts.values, parts.token_ids
+    # The ranks' ranges differ in width, and each must bring the same amount.
+    missing = count - parts.values.shape[-1]
+    values = columns.gather(F.pad(parts.values, (0, missing), value=-torch.inf))
+    ids = columns.gather(F.pad(parts.token_ids, (0, missing)))
     order = values.argsort(dim=-1, descending=True, stable=True)[:, :count]
     return values.gather(-1, order), ids.gather(-1, order)

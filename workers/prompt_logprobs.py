@@ -17,10 +17,15 @@ import numpy.typing as npt
 import torch
 
 from .config import LogprobsMode
+from .kernels.ops import HAS_TRITON, is_fused
 from .logit_processors import LARGEST, mask_padding
-from .logprobs import HostCopy, gather_logprobs, pack_table
+from .logprobs import HostCopy, LogprobTensors, gather_logprobs, pack_table
 from .messages import LogprobTable
 from .upload import upload_one
+
+if HAS_TRITON:
+    from . import fused_sampling
+    from .kernels.triton_rows import LogitRows
 
 ROWS_AT_ONCE = 64
 """Positions whose logits exist at the same time: a long chunk's would take more memory than all else."""
@@ -66,13 +71,22 @@ class PromptLogprobs:
         num_top = self._vocab_size if chunk.num_top < 0 else min(chunk.num_top, self._vocab_size)
         for start in range(chunk.start, chunk.stop, ROWS_AT_ONCE):
             stop = min(start + ROWS_AT_ONCE, chunk.stop)
-            logits = self._compute_logits(hidden[start:stop].contiguous()).float().clamp(max=LARGEST)
-            if chunk.vocab_limit < self._vocab_size:
-                limits = torch.full((stop - start,), chunk.vocab_limit, device=logits.device)
-                mask_padding(logits, limits, chunk.vocab_limit, 0)
+            logits = self._compute_logits(hidden[start:stop].contiguous())
             ids = upload_one(chunk.next_ids[start - chunk.start : stop - chunk.start], logits.device)
-            table = gather_logprobs(logits, ids, num_top, is_normalised=self._is_normalised)
+            table = self._gather(logits, ids, num_top, chunk.vocab_limit)
             copies.append(HostCopy([table.token_ids, table.values, table.ranks]))
+
+    def _gather(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_limit: int
+    ) -> LogprobTensors:
+        limits = torch.full((logits.shape[0],), vocab_limit, device=logits.device)
+        if is_fused(logits):
+            rows = LogitRows(logits=logits, limits=limits)
+            index = torch.arange(logits.shape[0], device=logits.device)
+            return fused_sampling.gather(rows, index, token_ids, num_top, is_normalised=self._is_normalised)
+        logits = logits.float().clamp(max=LARGEST)
+        mask_padding(logits, limits, vocab_limit, 0)
+        return gather_logprobs(logits, token_ids, num_top, is_normalised=self._is_normalised)
 
     def take(self, row: int) -> LogprobTable | None:
         """Return all of a request whose prompt is complete, once. None: it has not asked."""

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from phalanx.workers import fused_sampling, sampler
 from phalanx.workers.config import LogprobsMode
-from phalanx.workers.kernels import triton_filters
+from phalanx.workers.kernels import triton_filters, triton_logprobs
 from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens, draw
 from phalanx.workers.kernels.triton_edits import edit
 from phalanx.workers.kernels.triton_filters import find_thresholds
 from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
 from phalanx.workers.kernels.triton_rows import LogitRows, materialise
 from phalanx.workers.logit_processors import LARGEST, mask_grammar, mask_padding, pack_masks, process
+from phalanx.workers.logprobs import find_parts
 from phalanx.workers.noise import gumbel_rows
 from phalanx.workers.sampler import Sampled
 from phalanx.workers.sampling_batch import LogprobGroup, Penalties, SamplingBatch, TokenMasks, TokenValues
@@ -367,6 +368,49 @@ def test_rows_read_by_kernels_are_as_the_stages_in_torch_write_them(
 
     assert torch.equal(materialise(dataclasses.replace(seen, edits=edits)).cpu(), expected)
     assert torch.equal(materialise(dataclasses.replace(seen, edits=raw_edits)).cpu(), raw)
+
+
+@WITHOUT_SHRINKING
+@given(
+    seed=st.integers(0, 10**6),
+    kinds=st.lists(KINDS.filter(lambda kind: kind != "nothing"), min_size=1, max_size=4),
+    width=st.sampled_from([8, 64, 1000, PIECE + 1, 5000]),
+    dtype=st.sampled_from([torch.float32, NARROW]),
+    first_id=st.sampled_from([0, 64]),
+    num_top=st.sampled_from([0, 1, 5, 20]),
+    is_raw=st.booleans(),
+)
+def test_parts_of_logprobs_are_those_of_torch(
+    seed: int, kinds: list[str], width: int, dtype: torch.dtype, first_id: int, num_top: int, is_raw: bool
+) -> None:
+    logits = make_rows(seed, kinds, width).to(dtype)
+    batch = make_batch(seed, len(kinds), width, width)
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randperm(len(kinds), generator=generator)
+    token_ids = first_id + torch.randint(-3, width + 3, (len(kinds),), generator=generator)
+    kept = torch.where(batch.temperatures > 0, 0.25, -torch.inf)
+    shown = logits.float().clamp(max=LARGEST)
+    if not is_raw:
+        shown = scaled_of(logits, batch)
+        shown.masked_fill_(shown < kept.unsqueeze(-1), -torch.inf)
+    shown = shown[index]
+    places = token_ids - first_id
+    own = shown.gather(-1, places.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
+    own = torch.where((places >= 0) & (places < width), own, -torch.inf)
+    expected = find_parts(shown, own, num_top, first_id=first_id)
+    _, order = shown.sort(dim=-1, descending=True, stable=True)
+
+    rows = LogitRows(logits=logits.to(DEVICE), first_id=first_id)
+    filters = {} if is_raw else {"temperatures": batch.temperatures.to(DEVICE), "kept": kept.to(DEVICE)}
+    found_own = triton_logprobs.find_own(rows, index.to(DEVICE), token_ids.to(DEVICE), **filters)
+    found = triton_logprobs.find_parts(rows, index.to(DEVICE), found_own, num_top, **filters)
+
+    assert torch.equal(found_own.cpu(), own)
+    assert torch.equal(found.largest.cpu(), expected.largest)
+    torch.testing.assert_close(found.mass.cpu(), expected.mass, rtol=1e-6, atol=0)
+    assert torch.equal(found.num_larger.cpu(), expected.num_larger)
+    assert torch.equal(found.values.cpu(), expected.values)
+    assert torch.equal(found.token_ids.cpu(), order[:, :num_top] + first_id)
 
 
 @pytest.mark.usefixtures("with_kernels")

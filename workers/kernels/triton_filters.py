@@ -21,7 +21,17 @@ import triton.language as tl
 from ..logit_processors import LARGEST
 from ..sampling_filters import TOP_P_TOLERANCE
 from .triton_draw import GROUP, PIECE, pieces_per_program
-from .triton_rows import LogitRows, load_logits, row_flag, row_limit, temper
+from .triton_rows import (
+    KEY_OF_NOTHING,
+    NO_KEY,
+    LogitRows,
+    load_logits,
+    row_flag,
+    row_limit,
+    temper,
+    to_key,
+    to_value,
+)
 
 FEW_CHOSEN, MANY_CHOSEN = 64, 256
 """Groups looked at: where the largest top-k is known to be small, and else."""
@@ -29,9 +39,8 @@ NUM_PIVOTS = 8
 
 _LARGEST = tl.constexpr(LARGEST)
 _TOLERANCE = tl.constexpr(TOP_P_TOLERANCE)
-_NO_KEY = tl.constexpr(-(2**31))
-_KEY_OF_NOTHING = tl.constexpr(-2139095041)
-"""The key of -inf."""
+_NO_KEY = tl.constexpr(NO_KEY)
+_KEY_OF_NOTHING = tl.constexpr(KEY_OF_NOTHING)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -88,19 +97,6 @@ def find_thresholds(
             **settings,
         )  # fmt: skip
     return kept, group_best
-
-
-@triton.jit
-def _to_key(x):
-    """Integers in the order of the floats; both zeros are one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _to_value(key):
-    """Back from the key, which is its own inverse."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -189,9 +185,9 @@ def _threshold_kernel(
         # In float32 a sum may round up past the largest value itself.
         kept = tl.minimum(best + log_min_p, best)
         if (top_k > 0) | needs_nucleus:
-            floor_key = _to_key(kept)
-            best_key = _to_key(best)
-            group_key = tl.where(is_group, _to_key(group_best), _NO_KEY)
+            floor_key = to_key(kept)
+            best_key = to_key(best)
+            group_key = tl.where(is_group, to_key(group_best), _NO_KEY)
             num_chosen = tl.minimum(num_groups, NUM_CHOSEN)
             # The largest key that as many groups reach as are to be chosen.
             low = tl.min(tl.where(is_group, group_key, best_key), 0).to(tl.int64)
@@ -221,7 +217,7 @@ def _threshold_kernel(
             flag = row_flag(edits, row, HAS_EDITS)
             x = load_logits(logits_ptr, at, is_token, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
             x = temper(x, temperature)
-            key = tl.where(is_token, _to_key(x), _NO_KEY)
+            key = tl.where(is_token, to_key(x), _NO_KEY)
 
             if top_k > 0:
                 if (top_k <= num_chosen) | (num_chosen == num_groups):
@@ -265,7 +261,7 @@ def _threshold_kernel(
                     low = tl.where(above < wanted, low, middle)
                 floor_key = high.to(tl.int32)
             if is_open == 0:
-                kept = _to_value(floor_key)
+                kept = to_value(floor_key)
     tl.store(kept_ptr + row, kept)
     tl.store(is_open_ptr + row, is_open)
 
@@ -288,8 +284,8 @@ def _whole_row_kernel(
             group_best_ptr + row * num_groups + group, mask=group < num_groups, other=-float("inf")
         )
         best = tl.max(group_best, 0)
-        best_key = _to_key(best).to(tl.int64)
-        floor_key = _to_key(tl.minimum(best + tl.load(log_min_ps_ptr + row), best)).to(tl.int64)
+        best_key = to_key(best).to(tl.int64)
+        floor_key = to_key(tl.minimum(best + tl.load(log_min_ps_ptr + row), best)).to(tl.int64)
         column = tl.arange(0, BLOCK)
         pivot = tl.arange(1, NUM_PIVOTS + 1).to(tl.int64)
         limit = row_limit(limits_ptr, stride_limits, row, first_id, width, HAS_LIMITS)
@@ -305,7 +301,7 @@ def _whole_row_kernel(
                 for start in range(0, width, BLOCK):
                     at = start + column
                     x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
-                    key = _to_key(temper(x, temperature))
+                    key = to_key(temper(x, temperature))
                     key = tl.where(at < width, key, _NO_KEY)
                     is_reached = key[None, :] >= pivots.to(tl.int32)[:, None]
                     counts += tl.sum(is_reached.to(tl.int32), 1)
@@ -319,7 +315,7 @@ def _whole_row_kernel(
                 at = start + column
                 x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
                 x = temper(x, temperature)
-                whole += tl.sum(tl.where(_to_key(x) >= floor_key.to(tl.int32), _mass(x, best), 0.0), 0)
+                whole += tl.sum(tl.where(to_key(x) >= floor_key.to(tl.int32), _mass(x, best), 0.0), 0)
             wanted = (top_p.to(tl.float64) - _TOLERANCE) * whole
             # The smallest key above which there is less than what is wanted.
             low = floor_key - 1
@@ -332,10 +328,10 @@ def _whole_row_kernel(
                     at = start + column
                     x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
                     x = temper(x, temperature)
-                    is_above = _to_key(x)[None, :] > pivots.to(tl.int32)[:, None]
+                    is_above = to_key(x)[None, :] > pivots.to(tl.int32)[:, None]
                     above += tl.sum(tl.where(is_above, _mass(x, best)[None, :], 0.0), 1)
                 num_above = tl.sum(((above >= wanted) & (pivots < high)).to(tl.int64), 0)
                 low += step * num_above
                 high = tl.minimum(high, low + step)
             floor_key = high
-        tl.store(kept_ptr + row, _to_value(floor_key.to(tl.int32)))
+        tl.store(kept_ptr + row, to_value(floor_key.to(tl.int32)))

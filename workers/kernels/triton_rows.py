@@ -13,6 +13,11 @@ import triton.language as tl
 
 from ..logit_processors import LARGEST
 
+NO_KEY = -(2**31)
+"""Below the key of every number."""
+KEY_OF_NOTHING = -2139095041
+"""The key of -inf."""
+
 _LARGEST = tl.constexpr(LARGEST)
 
 
@@ -101,6 +106,19 @@ def temper(x, divisor):
     """Divide by a temperature, exactly as torch does: a token is either kept or not."""
     x = tl.minimum(x, _LARGEST)
     return tl.div_rn(x, tl.zeros_like(x) + divisor)
+
+
+@triton.jit
+def to_key(x):
+    """Integers in the order of the floats; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def to_value(key):
+    """Back from the key, which is its own inverse."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 def materialise(rows: LogitRows, row_index: torch.Tensor | None = None) -> torch.Tensor:
