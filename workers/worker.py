@@ -23,6 +23,7 @@ from .input_batch import InputBatch
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches, wait_for_earlier_life
 from .memory_report import DeviceMemory, ModelMemory
 from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
+from .model_loading import build_model, fill_model, fill_model_beside
 from .model_runner import ModelRunner, no_masks
 from .models.causal_lm import CausalLM
 from .models.registry import find_model
@@ -32,7 +33,6 @@ from .sleep import SleepLevel
 from .step_in_flight import StepInFlight
 from .tp_group import TensorParallelGroup, connect_group
 from .transformer_config import read_transformer_config
-from .weights import load_weights
 from .worker_config import WorkerConfig
 
 
@@ -104,22 +104,15 @@ class Worker:
                 share_device=parallel.share_device,
                 arena_fd=config.arena_fd,
             )
-        with self._phase("weights"):
-            self._load_model()
         self._shape = kv_cache_shape(
             transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
         )
         # All ranks go through the same steps, so their exchanges meet here as well.
         if self._attention is not None and self._group.can_be_recorded:
-            with self._phase("kernels"):
-                assert self._model is not None
-                compile_kernels(
-                    self._model,
-                    self._shape,
-                    max_num_seqs=config.max_num_seqs,
-                    max_model_len=self._max_model_len,
-                    device=info.device,
-                )
+            self._load_and_compile()
+        else:
+            with self._phase("weights"):
+                self._load_model()
         with self._phase("profile"):
             num_kv_blocks = self._count_kv_blocks()
         return RankReport(
@@ -139,29 +132,43 @@ class Worker:
             free_bytes=free_bytes,
         )
 
-    def _load_model(self) -> None:
-        """Build this rank's part of the model, and fill it from the checkpoint."""
-        config, transformer, device = self._config, self._transformer, self._device
-        assert self._group is not None
-        partition = make_partition(
-            transformer, tp_size=config.parallel.tensor_parallel_size, tp_rank=config.tp_rank
-        )
-        # Built without memory first, so that no parameter is ever allocated or initialised twice.
-        with torch.device("meta"):
-            model = find_model(transformer.architecture)(
-                transformer, partition, self._group, self._dtype, max_positions=self._max_model_len
-            )
-        try:
-            model.to_empty(device=device)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"the weights do not fit on {device}; raise parallel.tensor_parallel_size"
-            ) from error
-        model.place_tables(device)
-        self._weight_bytes = load_weights(model, config.model.path, config.model.load_format)
-        self._weight_bytes += model.pack_weights()
-        model.use_attention(self._attention)
+    def _load_and_compile(self) -> None:
+        """Load the weights and compile meanwhile: their two phases overlap."""
+        self._on_phase("weights")
+        model = self._build_model()
+
+        def compile_all() -> None:
+            with self._phase("kernels"):
+                compile_kernels(
+                    model,
+                    self._shape,
+                    max_num_seqs=self._config.max_num_seqs,
+                    max_model_len=self._max_model_len,
+                    device=self._device,
+                )
+            self._on_phase("weights")
+
+        self._weight_bytes, seconds = fill_model_beside(model, self._config.model, self._device, compile_all)
+        self._phases.append(PhaseTime(name="weights", duration_s=seconds))
         self._model = model
+
+    def _load_model(self) -> None:
+        model = self._build_model()
+        self._weight_bytes, _ = fill_model(model, self._config.model, self._device)
+        self._model = model
+
+    def _build_model(self) -> CausalLM:
+        assert self._group is not None
+        size, rank = self._config.parallel.tensor_parallel_size, self._config.tp_rank
+        return build_model(
+            self._transformer,
+            make_partition(self._transformer, tp_size=size, tp_rank=rank),
+            self._group,
+            self._attention,
+            dtype=self._dtype,
+            max_positions=self._max_model_len,
+            device=self._device,
+        )
 
     @property
     def tp_rank(self) -> int:

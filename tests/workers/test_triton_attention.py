@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.workers.kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
 from phalanx.workers.kernels.prefill_attention import prefill_attention
+from phalanx.workers.kernels.single_row_attention import single_row_attention, splits_for
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
 from support.paged_rows import PagedRows, make_paged_rows
 
@@ -115,6 +116,82 @@ def test_a_row_spread_over_many_programs_is_put_together() -> None:
     )
 
     check_decode(rows, DecodeTuning(tile=16, num_programs=24))
+
+
+@st.composite
+def single_row_cases(draw: st.DrawFn) -> tuple[PagedRows, int]:
+    block_size = draw(st.sampled_from([16, 64]))
+    rows = make_paged_rows(
+        [
+            (1, draw(st.one_of(st.just(0), near_edges(block_size, 400))))
+            for _ in range(draw(st.integers(1, 2)))
+        ],
+        num_kv_heads=draw(st.sampled_from([1, 2, 3])),
+        group=draw(st.sampled_from([1, 2, 3, 8])),
+        head_size=draw(st.sampled_from([64, 80, 128])),
+        block_size=block_size,
+        dtype=draw(st.sampled_from([torch.float32, NARROW])),
+        is_head_major=draw(st.booleans()),
+        device=DEVICE,
+        seed=draw(st.integers(0, 1000)),
+    )
+    return rows, draw(st.sampled_from([2, 4, 16]))
+
+
+@WITHOUT_SHRINKING
+@given(case=single_row_cases())
+def test_a_single_row_is_a_softmax_over_all_its_tokens(case: tuple[PagedRows, int]) -> None:
+    rows, splits = case
+    num_rows, num_heads, head_size = rows.q.shape
+    num_kv_heads, tile = rows.k_cache.shape[2], min(64, rows.k_cache.shape[1])
+    scratch = DecodeScratch(
+        max_rows=num_rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
+        tuning=DecodeTuning(tile=tile, num_programs=num_rows * num_kv_heads * splits), device=DEVICE,
+    )  # fmt: skip
+    scratch.accumulated.fill_(torch.nan)
+    scratch.softmax.fill_(torch.nan)
+
+    for _ in range(2):
+        out = torch.full_like(rows.q, torch.nan)
+        single_row_attention(
+            rows.q, rows.k_cache, rows.v_cache, rows.block_tables, rows.kv_lens, scratch,
+            splits=splits, scale=rows.scale, out=out,
+        )  # fmt: skip
+
+        is_real = rows.kv_lens > 0
+        assert out[~is_real].isnan().all(), "padding was written"
+        if is_real.any():
+            assert relative_error(out[is_real], rows.expected()[is_real]) < tolerance(rows.q.dtype)
+        assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_heads", "num_kv_heads", "head_size", "block_size", "splits"),
+    [
+        (1, 16, 8, 128, 64, 16),
+        (1, 32, 4, 128, 64, 16),
+        (1, 32, 32, 128, 64, 4),
+        (1, 16, 1, 256, 64, 4),
+        (1, 64, 64, 128, 64, 2),
+        (1, 16, 8, 128, 16, 0),
+        (16, 16, 8, 128, 64, 0),
+    ],
+)
+def test_the_parts_of_a_single_row_fill_the_card_and_fit_into_registers(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, block_size: int, splits: int
+) -> None:
+    scratch = DecodeScratch(
+        max_rows=num_rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
+        tuning=DecodeTuning(), device=torch.device("cpu"),
+    )  # fmt: skip
+
+    found = splits_for(
+        scratch, num_rows=num_rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
+        block_size=block_size,
+    )  # fmt: skip
+
+    assert found == splits
+    assert found * num_rows * num_kv_heads <= scratch.accumulated.shape[0]
 
 
 @st.composite

@@ -4,6 +4,7 @@ import torch
 
 from ..kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
 from ..kernels.prefill_attention import prefill_attention
+from ..kernels.single_row_attention import single_row_attention, splits_for
 from .backend import AttentionBackend, AttentionShape
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -40,6 +41,22 @@ class TritonAttention(AttentionBackend):
         scale: float,
         window: int | None,
     ) -> None:
+        splits = 0
+        if window is None:
+            num_rows, num_heads, head_size = q.shape
+            splits = splits_for(
+                self._scratch,
+                num_rows=num_rows,
+                num_heads=num_heads,
+                num_kv_heads=k_cache.shape[2],
+                head_size=head_size,
+                block_size=k_cache.shape[1],
+            )
+        if splits:
+            single_row_attention(
+                q, k_cache, v_cache, block_tables, kv_lens, self._scratch, splits=splits, scale=scale, out=out
+            )
+            return
         decode_attention(
             q, k_cache, v_cache, block_tables, kv_lens, self._scratch, scale=scale, window=window, out=out
         )

@@ -242,19 +242,17 @@ def _decode_kernel(
                 in_block = keys % BLOCK_SIZE
             k_offsets = block * stride_k_block + in_block * stride_k_token
             v_offsets = block * stride_v_block + in_block * stride_v_token
-            # A masked value is loaded as zero: times a probability of zero, what else lies there might be NaN.
-            mask = is_key[:, None] & is_dim[None, :]
-            k = tl.load(k_head_ptr + k_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-            v = tl.load(v_head_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-            scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-            scores = tl.where(is_key[None, :], scores, -float("inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_largest[:, None])
-            shrink = tl.exp2(largest - new_largest)
-            total = total * shrink + tl.sum(weights, 1)
-            accumulated = accumulated * shrink[:, None]
-            accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
-            largest = new_largest
+            largest, total, accumulated = attend_tile(
+                q,
+                k_head_ptr + k_offsets[:, None] + dims[None, :],
+                v_head_ptr + v_offsets[:, None] + dims[None, :],
+                is_key,
+                is_dim,
+                scale_log2,
+                largest,
+                total,
+                accumulated,
+            )
 
         first_part = unit_start // per_program
         num_parts = (unit_end - 1) // per_program - first_part + 1
@@ -293,6 +291,27 @@ def _decode_kernel(
             row += 1
             row_start = unit_end
         position = stop
+
+
+@triton.jit
+def attend_tile(q, k_ptrs, v_ptrs, is_key, is_dim, scale_log2, largest, total, accumulated):
+    """Read one tile of keys and values, and return the online softmax with it. is_key: of the tile, seen by the row.
+
+    largest, total: of each query head, as far as it has come; accumulated: of its values
+    """
+    # A masked value is loaded as zero: times a probability of zero, what else lies there might be NaN.
+    mask = is_key[:, None] & is_dim[None, :]
+    k = tl.load(k_ptrs, mask=mask, other=0.0)
+    v = tl.load(v_ptrs, mask=mask, other=0.0)
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+    scores = tl.where(is_key[None, :], scores, -float("inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_largest[:, None])
+    shrink = tl.exp2(largest - new_largest)
+    total = total * shrink + tl.sum(weights, 1)
+    accumulated = accumulated * shrink[:, None]
+    accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
+    return new_largest, total, accumulated
 
 
 @triton.jit
