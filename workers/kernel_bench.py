@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention.backend import AttentionShape
+from .attention.backend import AttentionShape, SeenCache
 from .attention.triton_backend import TritonAttention
 from .kernels.triton_linear import MAX_ROWS, gemv, norm_gemv, silu_gemv
 
@@ -140,10 +140,14 @@ def _decode_times(
             device=device,
         )
     )
-    runs: dict[str, Callable[[torch.Tensor], Any]] = {
-        "triton": lambda table: backend.decode(
-            q, k_cache, v_cache, table, kv_lens, out, scale=scale, window=None
+
+    def see(table: torch.Tensor) -> SeenCache:
+        return SeenCache(
+            k_cache=k_cache, v_cache=v_cache, block_tables=table, kv_lens=kv_lens, scale=scale, window=None
         )
+
+    runs: dict[str, Callable[[torch.Tensor], Any]] = {
+        "triton": lambda table: backend.decode(q, see(table), out)
     }
     try:
         package: Any = import_module("flash_attn_interface")

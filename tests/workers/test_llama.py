@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
+from phalanx.workers.layers import linear
 from phalanx.workers.sampling_params import SamplingParams
 from support.model_steps import StepDriver, make_worker
 from support.ranks import open_ranks
@@ -72,6 +73,31 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, shape: dict[str
     driver.add("a", prompt)
 
     assert driver.generate("a", 24) == reference_tokens(folder, prompt, 24)
+    worker.close()
+
+
+def test_projections_may_leave_their_sums_to_the_norm_that_follows(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where it saves a kernel."""
+    num_calls = 0
+
+    def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        middle = x.shape[1] // 2
+        return torch.stack([x[:, :middle] @ weight[:, :middle].T, x[:, middle:] @ weight[:, middle:].T])
+
+    monkeypatch.setattr(linear, "product_in_parts", product_in_parts)
+    monkeypatch.setattr(linear, "pack_weight", lambda weight: None)
+    worker = make_worker(tiny)
+    worker.start()
+    worker.initialize_kv_cache(32)
+    driver = StepDriver(worker)
+    driver.add("a", PROMPT)
+
+    assert driver.generate("a", 12) == reference_tokens(tiny, PROMPT, 12)
+    assert num_calls == 12 * 2 * len(worker.model.layers)
     worker.close()
 
 

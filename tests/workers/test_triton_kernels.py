@@ -13,6 +13,7 @@ from phalanx.workers.kernels.silu_and_mul import silu_and_mul
 from phalanx.workers.kernels.triton_activation import gated_activation
 from phalanx.workers.kernels.triton_linear import gemv, norm_gemv, silu_gemv
 from phalanx.workers.kernels.triton_norm import add_rms_norm
+from phalanx.workers.kernels.triton_parts import PartsTuning, padded_rows, product_in_parts
 from phalanx.workers.kernels.triton_rotary import rotate_and_store
 from phalanx.workers.layers.rotary import rotate
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
@@ -48,6 +49,52 @@ def test_add_and_norm(
     if rows:
         expected = reference(expected_total, weight, EPSILON)
         assert relative_error(normalized, expected) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.integers(1, 5), parts=st.sampled_from([1, 2, 5]), size=st.sampled_from([64, 100, 1024]),
+    dtype=DTYPES, is_offset=st.booleans(),
+)  # fmt: skip
+def test_a_norm_adds_up_parts(rows: int, parts: int, size: int, dtype: torch.dtype, is_offset: bool) -> None:
+    sums = random(parts, rows, size)
+    residual, weight = random(rows, size, dtype=dtype, seed=1), random(size, dtype=dtype, seed=2)
+
+    normalized, total = add_rms_norm(sums, residual, weight, EPSILON, is_offset=is_offset)
+
+    expected_total = sums.sum(0).to(dtype) + residual
+    expected = (offset_rms_norm if is_offset else rms_norm)(expected_total, weight, EPSILON)
+    assert (normalized.dtype, total.dtype) == (dtype, dtype)
+    assert relative_error(total, expected_total) < tolerance(dtype)
+    assert relative_error(normalized, expected) < tolerance(dtype)
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.one_of(st.integers(1, 256), st.sampled_from([64, 65, 128, 129, 144, 145, 192, 193, 256])),
+    outputs=st.sampled_from([64, 192, 200]), inputs=st.sampled_from([64, 200, 512]),
+    parts=st.sampled_from([1, 2, 4]), tile=st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_the_parts_of_a_product_add_up_to_it(
+    rows: int, outputs: int, inputs: int, parts: int, tile: int
+) -> None:
+    x, weight = random(rows, inputs, dtype=NARROW), random(outputs, inputs, dtype=NARROW, seed=1)
+    tuning = PartsTuning(outputs=tile, inputs=64, parts=parts, num_stages=2, num_warps=4)
+
+    sums = product_in_parts(x, weight, tuning)
+
+    assert sums.shape == (parts, rows, outputs)
+    assert relative_error(sums.double().sum(0), x.double() @ weight.double().T) < 1e-5
+
+
+@given(rows=st.integers(1, 256))
+def test_tiles_hold_all_rows_and_are_powers_of_two(rows: int) -> None:
+    high, low = padded_rows(rows)
+
+    assert high + low >= rows
+    assert high & (high - 1) == 0
+    assert low & (low - 1) == 0
+    assert low == 0 or 16 <= low <= high
 
 
 @WITHOUT_SHRINKING

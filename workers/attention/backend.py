@@ -26,6 +26,33 @@ class AttentionShape:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenCache:
+    """What some rows of a step see of one layer's cache.
+
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides but the last, which is 1
+    block_tables:     [num_rows, max_blocks] int32, of these rows; kv_lens: [num_rows] int32, 0 for padding
+    scale:            of the products of queries and keys
+    window:           tokens that a query sees at most, itself among them; None: all
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLens:
+    """How many new tokens the rows of a prefill have. query_starts: [num_rows + 1] int32, from 0 on, on the device."""
+
+    query_starts: torch.Tensor
+    max_query_len: int
+    max_kv_len: int
+
+
 class AttentionBackend(ABC):
     """Two calls a layer: one for the rows with one new token, one for the others."""
 
@@ -44,77 +71,49 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from every new token to the tokens of its row that it sees, up to itself.
 
-        q:                [num_tokens, num_heads, head_size], contiguous; heads that share a KV head lie side by side
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides but the last, which is 1
-        group:            the KV cache group, whose block table is read
-        window:           tokens that a query sees at most, itself among them; None: all
-        returns           like q; what stands in rows of padding is undefined
+        q:       [num_tokens, num_heads, head_size], contiguous; heads that share a KV head lie side by side
+        group:   the KV cache group, whose block table is read
+        returns  like q; what stands in rows of padding is undefined
+        The others are as in `SeenCache`.
         """
-        num_decode, table = rows.num_decode_rows, rows.block_tables[group]
-        out = torch.empty_like(q) if num_decode else None
-        if out is not None:
-            self.decode(
-                q[:num_decode],
-                k_cache,
-                v_cache,
-                table[:num_decode],
-                rows.kv_lens[:num_decode],
-                out[:num_decode],
+        num_decode = rows.num_decode_rows
+
+        def seen_by(part: slice) -> SeenCache:
+            return SeenCache(
+                k_cache=k_cache,
+                v_cache=v_cache,
+                block_tables=rows.block_tables[group][part],
+                kv_lens=rows.kv_lens[part],
                 scale=scale,
                 window=window,
             )
+
+        out = torch.empty_like(q) if num_decode else None
+        if out is not None:
+            self.decode(q[:num_decode], seen_by(slice(num_decode)), out[:num_decode])
             if num_decode == rows.num_rows:
                 return out
         of_prompts = self.prefill(
             q[num_decode:],
-            k_cache,
-            v_cache,
-            table[num_decode : rows.num_rows],
-            rows.kv_lens[num_decode : rows.num_rows],
-            rows.prompt_starts,
+            seen_by(slice(num_decode, rows.num_rows)),
+            PromptLens(
+                query_starts=rows.prompt_starts,
+                max_query_len=rows.max_query_len,
+                max_kv_len=rows.max_kv_len,
+            ),
             None if out is None else out[num_decode:],
-            max_query_len=rows.max_query_len,
-            max_kv_len=rows.max_kv_len,
-            scale=scale,
-            window=window,
         )
         # Nothing but prompts: what was written is all there is.
         return of_prompts if out is None else out
 
     @abstractmethod
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> None:
+    def decode(self, q: torch.Tensor, seen: SeenCache, out: torch.Tensor) -> None:
         """Write `out` for rows with one new token each; its launches depend on no length, so a graph may hold them."""
         ...
 
     @abstractmethod
     def prefill(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        max_query_len: int,
-        max_kv_len: int,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute rows with any number of new tokens; query_starts: [num_rows + 1], from 0 on.
-
-        Returns like q: `out`, written, when it is given.
-        """
+        """Compute rows with any number of new tokens. Returns like q: `out`, written, when it is given."""
         ...

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .backend import AttentionShape
+from .backend import AttentionShape, PromptLens, SeenCache
 from .triton_backend import TritonAttention
 
 _NO_WINDOW = (-1, -1)
@@ -28,31 +28,19 @@ class FlashAttention3(TritonAttention):
         self._attend = package.flash_attn_with_kvcache
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        max_query_len: int,
-        max_kv_len: int,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
     ) -> torch.Tensor:
         result: torch.Tensor = self._attend(
             q,
-            k_cache,
-            v_cache,
-            page_table=block_tables,
-            cache_seqlens=kv_lens,
-            cu_seqlens_q=query_starts,
-            max_seqlen_q=max_query_len,
-            softmax_scale=scale,
+            seen.k_cache,
+            seen.v_cache,
+            page_table=seen.block_tables,
+            cache_seqlens=seen.kv_lens,
+            cu_seqlens_q=lens.query_starts,
+            max_seqlen_q=lens.max_query_len,
+            softmax_scale=seen.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(seen.window),
         )
         return result if out is None else out.copy_(result)
 
@@ -67,33 +55,21 @@ class FlashAttention2(TritonAttention):
         self._attend = package.flash_attn_varlen_func
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        max_query_len: int,
-        max_kv_len: int,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
     ) -> torch.Tensor:
-        key_starts = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        key_starts = torch.nn.functional.pad(seen.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         result: torch.Tensor = self._attend(
             q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=query_starts,
+            seen.k_cache,
+            seen.v_cache,
+            cu_seqlens_q=lens.query_starts,
             cu_seqlens_k=key_starts,
-            max_seqlen_q=max_query_len,
-            max_seqlen_k=max_kv_len,
-            softmax_scale=scale,
+            max_seqlen_q=lens.max_query_len,
+            max_seqlen_k=lens.max_kv_len,
+            softmax_scale=seen.scale,
             causal=True,
-            window_size=_window_size(window),
-            block_table=block_tables,
+            window_size=_window_size(seen.window),
+            block_table=seen.block_tables,
         )
         return result if out is None else out.copy_(result)
 

@@ -5,7 +5,7 @@ import torch
 from ..kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.single_row_attention import single_row_attention, splits_for
-from .backend import AttentionBackend, AttentionShape
+from .backend import AttentionBackend, AttentionShape, PromptLens, SeenCache
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 
@@ -29,62 +29,36 @@ class TritonAttention(AttentionBackend):
             device=shape.device,
         )
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> None:
+    def decode(self, q: torch.Tensor, seen: SeenCache, out: torch.Tensor) -> None:
+        num_rows, num_heads, head_size = q.shape
         splits = 0
-        if window is None:
-            num_rows, num_heads, head_size = q.shape
+        if seen.window is None:
             splits = splits_for(
                 self._scratch,
                 num_rows=num_rows,
                 num_heads=num_heads,
-                num_kv_heads=k_cache.shape[2],
+                num_kv_heads=seen.k_cache.shape[2],
                 head_size=head_size,
-                block_size=k_cache.shape[1],
+                block_size=seen.k_cache.shape[1],
             )
+        cache = (seen.k_cache, seen.v_cache, seen.block_tables, seen.kv_lens)
         if splits:
-            single_row_attention(
-                q, k_cache, v_cache, block_tables, kv_lens, self._scratch, splits=splits, scale=scale, out=out
-            )
-            return
-        decode_attention(
-            q, k_cache, v_cache, block_tables, kv_lens, self._scratch, scale=scale, window=window, out=out
-        )
+            single_row_attention(q, *cache, self._scratch, splits=splits, scale=seen.scale, out=out)
+        else:
+            decode_attention(q, *cache, self._scratch, scale=seen.scale, window=seen.window, out=out)
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        kv_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        max_query_len: int,
-        max_kv_len: int,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
     ) -> torch.Tensor:
         return prefill_attention(
             q,
-            k_cache,
-            v_cache,
-            block_tables,
-            kv_lens,
-            query_starts,
-            max_query_len=max_query_len,
-            scale=scale,
-            window=window,
+            seen.k_cache,
+            seen.v_cache,
+            seen.block_tables,
+            seen.kv_lens,
+            lens.query_starts,
+            max_query_len=lens.max_query_len,
+            scale=seen.scale,
+            window=seen.window,
             out=out,
         )

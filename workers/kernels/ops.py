@@ -15,7 +15,14 @@ from .silu_and_mul import silu_and_mul
 
 HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
 if HAS_TRITON:
-    from . import triton_activation, triton_embedding, triton_linear, triton_norm, triton_rotary
+    from . import (
+        triton_activation,
+        triton_embedding,
+        triton_linear,
+        triton_norm,
+        triton_parts,
+        triton_rotary,
+    )
 
 
 def is_fused(x: torch.Tensor) -> bool:
@@ -34,9 +41,12 @@ def add_rms_norm(
     """Return the normalised sum of `x` and `residual`, and the sum (`x` itself without a residual).
 
     x, residual: [num_tokens, size]; weight: [size]; is_offset: scale by 1 + weight, see `offset_rms_norm`
+    x may also be what `product_in_parts` returns.
     """
     if is_fused(x):
         return triton_norm.add_rms_norm(x, residual, weight, epsilon, is_offset=is_offset)
+    if x.dim() == 3:
+        x = x.sum(0).to(weight.dtype)
     total = x if residual is None else x + residual
     norm = offset_rms_norm if is_offset else rms_norm
     return norm(total, weight, epsilon), total
@@ -132,3 +142,11 @@ def small_product_of_silu(
 ) -> torch.Tensor:
     """See `triton_linear.silu_gemv`; only where `is_small_product_of_silu` says so."""
     return triton_linear.silu_gemv(gate_up, weight, bias)
+
+
+def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return x [rows, inputs] times weight [outputs, inputs] as `triton_parts` does; None: that is not for them."""
+    if not is_fused(weight) or weight.itemsize != 2 or weight.numel() == 0:
+        return None
+    tuning = triton_parts.tuning_for(x.shape[0], *weight.shape)
+    return None if tuning is None else triton_parts.product_in_parts(x.contiguous(), weight, tuning)

@@ -19,10 +19,13 @@ def add_rms_norm(
     """Return the normalised sum of `x` and `residual`, and the sum (`x` itself without a residual).
 
     x:         [rows, size], rows of any stride; residual: the same shape, contiguous; weight: [size]; one dtype
+               or with a residual [parts, rows, size] float32, contiguous: their sum, rounded, is meant
     is_offset: scale by 1 + weight in float32, as `offset_rms_norm`
     """
-    rows, size = x.shape
-    normalized = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    rows, size = x.shape[-2:]
+    parts = x.shape[0] if x.dim() == 3 else 0
+    assert not parts or residual is not None
+    normalized = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normalized)
     if rows == 0:
         return normalized, total
@@ -33,10 +36,12 @@ def add_rms_norm(
         weight,
         normalized,
         total,
-        x.stride(0),
+        x.stride(-2),
+        rows,
         epsilon,
         SIZE=size,
         SIZE_PAD=size_pad,
+        PARTS=parts,
         HAS_RESIDUAL=residual is not None,
         IS_OFFSET=is_offset,
         num_warps=min(16, max(1, size_pad // 256)),
@@ -44,7 +49,7 @@ def add_rms_norm(
     return normalized, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -52,9 +57,11 @@ def _add_rms_norm_kernel(
     normalized_ptr,
     total_ptr,
     stride_x,
+    rows,
     epsilon,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_OFFSET: tl.constexpr,
 ):
@@ -63,7 +70,13 @@ def _add_rms_norm_kernel(
     mask = column < SIZE
     dtype = normalized_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0.0)
+    if PARTS == 0:
+        x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0.0)
+    else:
+        sums = tl.zeros([SIZE_PAD], tl.float32)
+        for part in tl.static_range(PARTS):
+            sums += tl.load(x_ptr + (part * rows + row) * stride_x + column, mask=mask, other=0.0)
+        x = sums.to(dtype)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)

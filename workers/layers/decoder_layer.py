@@ -48,6 +48,8 @@ class PreNormLayer(DecoderLayer):
         self.attention = attention
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = mlp
+        # Each is followed by a norm, in this layer or in the next, that takes the residual in as well.
+        attention.o_proj.leaves_parts = mlp.down_proj.leaves_parts = True
 
     def forward(
         self,

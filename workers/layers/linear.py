@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..kernels.linear import linear, pack_weight
-from ..kernels.ops import gated_silu, is_small_product_of_silu, small_product_of_silu
+from ..kernels.ops import gated_silu, is_small_product_of_silu, product_in_parts, small_product_of_silu
 from ..kernels.packed_weight import PackedWeight
 from ..partition import RankShare
 from ..span import Span
@@ -126,6 +126,9 @@ class RowParallelLinear(StoredWeight):
     [num_tokens, span.size] -> [num_tokens, output_size]. A rank with an empty span adds zeros, and takes part.
     """
 
+    leaves_parts = False
+    """What follows takes parts of the output as well, [parts, num_tokens, output_size] float32, and adds them up."""
+
     def __init__(
         self,
         input_size: int,
@@ -143,6 +146,10 @@ class RowParallelLinear(StoredWeight):
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.leaves_parts and self.group.size == 1 and self.bias is None:
+            parts = product_in_parts(x, self.weight)
+            if parts is not None:
+                return parts
         return self.group.all_reduce(self.product(x, self.own_bias))
 
     @property

@@ -26,14 +26,14 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `residual` to `x`, and return the normalised sum and the sum."""
+        """Add `residual` to `x`, and return the normalised sum and the sum. x: also as `leaves_parts` has it."""
         return add_rms_norm(x, residual, self.weight, self.epsilon, is_offset=self.is_offset)
 
     def project(
         self, x: torch.Tensor, residual: torch.Tensor | None, projection: ColumnParallelLinear
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the projection of the normalised sum, and the sum; one kernel where there are few rows."""
-        if is_small_product_of_norm(x, projection.weight):
+        if x.dim() == 2 and is_small_product_of_norm(x, projection.weight):
             return small_product_of_norm(
                 x,
                 residual,
