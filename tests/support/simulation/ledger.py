@@ -40,10 +40,10 @@ class Record:
     attempts: list[list[int]] = field(default_factory=list)
     sent_at: float = 0.0
     is_late: bool = False
+    expected: list[int] = field(init=False)
 
-    @property
-    def expected(self) -> list[int]:
-        return [token_of(self.asked.content, position) for position in range(self.asked.num_tokens)]
+    def __post_init__(self) -> None:
+        self.expected = [token_of(self.asked.content, position) for position in range(self.asked.num_tokens)]
 
     @property
     def is_suspect(self) -> bool:

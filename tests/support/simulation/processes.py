@@ -377,8 +377,9 @@ class SimulatedFrontEnd(SimulatedProcess):
         """From an engine core."""
         if self.is_alive:
             self._sockets.arrived.append(message)
-            for output in write_out(message.outputs):
-                record = self.cluster.ledger.records[output.request_id]
+            outputs = message.outputs
+            for request_id in (*outputs.request_ids, *(output.request_id for output in outputs.others)):
+                record = self.cluster.ledger.records[request_id]
                 if record.incarnation != self.epoch and not record.is_late:
                     raise Violation(
                         f"{self.address} gets outputs of request {record.asked.number}, not its own"
@@ -447,6 +448,8 @@ class SimulatedFrontEnd(SimulatedProcess):
             raise Violation(f"{self.address} still holds requests")
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        if not outputs:
+            return
         world = self.cluster.world
         if not self.client.num_ready:
             self._none_ready_at = world.now

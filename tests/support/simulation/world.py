@@ -12,6 +12,13 @@ from typing import Any
 _MASK = (1 << 64) - 1
 
 
+def draw_bits(key: int, number: int) -> int:
+    """64 random bits that belong to this key of a `World`, and this number."""
+    x = key ^ number * 0x165667B19E3779F9
+    x = ((x ^ x >> 29) * 0xBF58476D1CE4E5B9) & _MASK
+    return (x ^ x >> 32) * 0x94D049BB133111EB & _MASK
+
+
 class Timer:
     """A call to come, as an event loop's `call_later` returns it."""
 
@@ -54,13 +61,11 @@ class World:
 
     def chance(self, name: int, number: int) -> float:
         """A number in [0, 1) that belongs to this name and number."""
-        return self.bits(name, number) / (1 << 64)
+        return draw_bits(self.key(name), number) / (1 << 64)
 
-    def bits(self, name: int, number: int) -> int:
-        """64 random bits that belong to this name and number."""
-        x = self._seed ^ name * 0xC2B2AE3D27D4EB4F ^ number * 0x165667B19E3779F9
-        x = ((x ^ x >> 29) * 0xBF58476D1CE4E5B9) & _MASK
-        return (x ^ x >> 32) * 0x94D049BB133111EB & _MASK
+    def key(self, name: int) -> int:
+        """What `draw_bits` needs to know of this seed and name."""
+        return self._seed ^ name * 0xC2B2AE3D27D4EB4F
 
     def run(self, max_events: int) -> None:
         """Let everything happen until nothing is left to happen. Raises AssertionError when it never ends."""
@@ -84,8 +89,8 @@ class Link:
     __slots__ = (
         "_drops",
         "_ends_at",
+        "_key",
         "_last_at",
-        "_name",
         "_num_sent",
         "_receive",
         "_reorders",
@@ -104,7 +109,7 @@ class Link:
         reorders: bool = False,
     ) -> None:
         self._world = world
-        self._name = zlib.crc32(name.encode())
+        self._key = world.key(zlib.crc32(name.encode()))
         self._receive = receive
         self._repeats = repeats * 1024
         self._drops = drops * 1024
@@ -116,7 +121,7 @@ class Link:
     def send(self, message: object) -> None:
         world = self._world
         self._num_sent += 1
-        bits = world.bits(self._name, self._num_sent)
+        bits = draw_bits(self._key, self._num_sent)
         late = (bits >> 44) / (1 << 20)
         # Squared: most messages are quick, a few are late.
         at = world.now + world.max_delay_s * late * late
@@ -134,7 +139,7 @@ class Link:
         """An end is gone: what is on its way arrives up to some instant, and nothing after it."""
         if self._ends_at == float("inf"):
             world = self._world
-            spare_s = world.max_delay_s * max(0.0, 2 * world.chance(self._name, 0) - 1)
+            spare_s = world.max_delay_s * max(0.0, draw_bits(self._key, 0) / (1 << 63) - 1)
             self._ends_at = world.now + spare_s
 
     def _deliver(self, message: object, at: float) -> None:
