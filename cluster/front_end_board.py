@@ -74,17 +74,18 @@ class FrontEndBoard:
         for place, value in enumerate(unreported):
             self._table.set(self._row, first + place, value)
 
-    def unreported_elsewhere(self, num_replicas: int) -> Sequence[Unreported]:
-        """The same of all others together, for each of the first replicas; empty when there are no others."""
+    def unreported_elsewhere(self, num_replicas: int) -> Sequence[tuple[float, float, float]]:
+        """The same of all others together, for each of the first replicas; empty when there are no others.
+
+        Each is an `Unreported` but for its type: this is read for each decision.
+        """
         if not self._others:
             return ()
         count = num_replicas * _NUM_UNREPORTED
         sums, *more = (self._table.part(row, _FIRST_UNREPORTED, count) for row in self._others)
         for numbers in more:
             sums = list(map(operator.add, sums, numbers))
-        return [
-            Unreported(*sums[first : first + _NUM_UNREPORTED]) for first in range(0, count, _NUM_UNREPORTED)
-        ]
+        return list(zip(sums[0::3], sums[1::3], sums[2::3], strict=True))
 
     def set_trial(self, dp_rank: int | None) -> None:
         """Say on which replica a suspect of ours is tried; -1: on one that is yet to be chosen. None: on none."""

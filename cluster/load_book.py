@@ -212,11 +212,11 @@ class LoadBook:
         self._refresh(replica)
 
     def loads(
-        self, ready: Sequence[int], now: float, elsewhere: Sequence[Unreported] = ()
+        self, ready: Sequence[int], now: float, elsewhere: Sequence[tuple[float, float, float]] = ()
     ) -> Sequence[ReplicaLoad]:
         """Return the load of each replica of `ready`, in this order. Valid until the next call of any method.
 
-        elsewhere: by dp_rank, what must be added for the requests of other front ends
+        elsewhere: by dp_rank, what must be added for the requests of other front ends; as in `Unreported`
         """
         loads = self._own_view(ready, now)
         if elsewhere:
@@ -278,20 +278,27 @@ class LoadBook:
         load.headroom_tokens = stats.num_free_tokens + replica.settled_tokens - load.prefill_tokens
 
 
-def _with_others(load: ReplicaLoad, others: Unreported) -> ReplicaLoad:
+def _with_others(load: ReplicaLoad, others: tuple[float, float, float]) -> ReplicaLoad:
     """A replica's load with the requests of other front ends."""
+    # Once for each replica and decision: no keywords, no calls of max().
+    prefill, requests, tokens = others
+    num_own = load.num_own
+    num_requests = load.num_requests + requests
+    num_waiting = load.num_waiting + requests
+    prefill_tokens = load.prefill_tokens + prefill
+    running_tokens = load.running_tokens + tokens
     return ReplicaLoad(
         load.dp_rank,
-        num_own=load.num_own,
-        num_requests=max(load.num_own, load.num_requests + others.num_requests),
-        num_waiting=max(0.0, load.num_waiting + others.num_requests),
-        prefill_tokens=max(0.0, load.prefill_tokens + others.prefill_tokens),
-        running_tokens=max(0.0, load.running_tokens + others.num_tokens),
-        kv_usage=load.kv_usage,
-        headroom_tokens=load.headroom_tokens - others.prefill_tokens,
-        reported_requests=load.reported_requests,
-        reported_waiting=load.reported_waiting,
-        is_known=load.is_known,
+        num_own,
+        num_requests if num_requests > num_own else num_own,
+        num_waiting if num_waiting > 0.0 else 0.0,
+        prefill_tokens if prefill_tokens > 0.0 else 0.0,
+        running_tokens if running_tokens > 0.0 else 0.0,
+        load.kv_usage,
+        load.headroom_tokens - prefill,
+        load.reported_requests,
+        load.reported_waiting,
+        load.is_known,
     )
 
 

@@ -6,16 +6,19 @@ Called by: the benchmark's command. The fastest of many rounds counts: what slow
 import time
 from collections.abc import Callable
 
+from ....cluster.front_end_board import NUM_COLUMNS, FrontEndBoard, Unreported
 from ....cluster.load_balancer import Balancer
 from ....cluster.load_book import LoadBook
 from ....cluster.prefix_index import PrefixIndex
 from ....cluster.routing import RoutingPolicy, RoutingRequest
 from ....engine.messages import EngineStats
 from ....engine.prefix_log import PrefixLog
+from ....shm.number_table import NumberTable
 from ..report import Table, show_number
 from .load import number_key
 
 SIZES = (8, 64)
+_FRONT_ENDS = 4
 _NUM_ROUNDS = 100
 _ROUND = 20
 _NUM_BLOCKS = 1000
@@ -24,19 +27,26 @@ _NUM_BLOCKS = 1000
 def decision_table() -> Table:
     """Time both, for each number of replicas in `SIZES`."""
     rows = [
-        [str(size), show_number(_scoring_us(size)), show_number(_look_up_us(size) / _NUM_BLOCKS)]
+        [
+            str(size),
+            show_number(_scoring_us(size, 1)),
+            show_number(_scoring_us(size, _FRONT_ENDS)),
+            show_number(_look_up_us(size) / _NUM_BLOCKS),
+        ]
         for size in SIZES
     ]
     return Table(
         title="Time of a decision of prefix_aware, µs",
-        columns=["replicas", "scoring", "look-up, a block"],
+        columns=["replicas", "scoring", f"one of {_FRONT_ENDS} front ends", "look-up, a block"],
         rows=rows,
-        note=f"The fastest of {_NUM_ROUNDS} rounds. Scoring: loads, costs, choice. Look-up: a prompt of "
-        f"{_NUM_BLOCKS} blocks that every replica holds.",
+        note=f"The fastest of {_NUM_ROUNDS} rounds. Scoring: loads, costs, choice; with several front ends also what "
+        f"the others say of theirs. Look-up: a prompt of {_NUM_BLOCKS} blocks that every replica holds.",
     )
 
 
-def _scoring_us(num_replicas: int) -> float:
+def _scoring_us(num_replicas: int, num_front_ends: int) -> float:
+    table = NumberTable.private(num_front_ends, NUM_COLUMNS)
+    board, *others = (FrontEndBoard(table, client_index) for client_index in range(num_front_ends))
     book = LoadBook()
     for dp_rank in range(num_replicas):
         book.join(dp_rank)
@@ -56,12 +66,15 @@ def _scoring_us(num_replicas: int) -> float:
                 num_running_tokens=30_000 + 111 * dp_rank,
             )
         )
+        for other in others:
+            other.set_unreported(dp_rank, Unreported(prefill_tokens=400, num_requests=1, num_tokens=900))
     balancer = Balancer(RoutingPolicy.PREFIX_AWARE, max_num_batched_tokens=2048)
     ready = list(range(num_replicas))
     request = RoutingRequest(num_prompt_tokens=3000, num_cached_tokens={num_replicas // 2: 1000})
 
     def decide() -> None:
-        balancer.choose(request, book.loads(ready, 1.0), book.step_cost.cost, book.mean_output_tokens)
+        loads = book.loads(ready, 1.0, board.unreported_elsewhere(num_replicas))
+        balancer.choose(request, loads, book.step_cost.cost, book.mean_output_tokens)
 
     return _fastest_us(decide)
 
