@@ -36,13 +36,12 @@ def build_model(
     device: torch.device,
 ) -> CausalLM:
     """Return the model on `device`; what stands in its weights is undefined. Raises DeviceMemoryError."""
-    # Built without memory first, so that no parameter is ever allocated or initialised twice.
-    with torch.device("meta"):
-        model = find_model(transformer.architecture)(
-            transformer, partition, group, dtype, max_positions=max_positions
-        )
+    # Made where it stays: to be moved from the meta device, torch imports a computer algebra system first.
     try:
-        model.to_empty(device=device)
+        with device:
+            model = find_model(transformer.architecture)(
+                transformer, partition, group, dtype, max_positions=max_positions
+            )
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"the weights do not fit on {device}; raise parallel.tensor_parallel_size"

@@ -1,5 +1,6 @@
 """Weights are loaded while something else goes on."""
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -95,3 +96,19 @@ def test_an_error_of_either_is_raised_when_both_have_ended(
 
     assert ended == ["loading" if does_work_fail else "work"]
     assert sys.getswitchinterval() == usual_s
+
+
+@pytest.mark.full
+def test_a_model_is_made_without_computer_algebra(tmp_path: Path) -> None:
+    """Torch imports it for what a model does not need, and it is half a second of every start."""
+    code = (
+        "import sys; from pathlib import Path; from support.model_steps import make_worker; "
+        f"worker = make_worker(Path({str(write_tiny_llama(tmp_path))!r})); worker.start(); worker.close(); "
+        "print('sympy' in sys.modules)"
+    )
+    tests = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tests, capture_output=True, text=True, check=True, timeout=120
+    )
+
+    assert result.stdout.split() == ["False"]
