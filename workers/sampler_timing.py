@@ -5,10 +5,12 @@ choices over different logits, so that neither launches nor a warm cache are in 
 as it comes, and says so. Logits are bfloat16 on a GPU and float32 on a CPU, as models give them.
 """
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +32,11 @@ Choice = Callable[[torch.Tensor], object]
 
 
 class SamplerCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows of a batch ask for. spread: standard deviation of the logits; peaked: a few stand out."""
+    """What all rows of a batch ask for.
+
+    has_edits: half of the tokens are allowed, some have a bias, some are banned
+    spread:    standard deviation of the logits; peaked: a few stand out
+    """
 
     name: str
     temperature: float = 0.6
@@ -38,6 +44,7 @@ class SamplerCase(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     penalty: float = 0.0
     logprobs: int | None = None
+    has_edits: bool = False
     spread: float = 2.0
     is_peaked: bool = True
 
@@ -50,6 +57,7 @@ CASES = (
     SamplerCase(name="top-p 0.9", top_p=0.9),
     SamplerCase(name="top-p 0.9, flat", top_p=0.9, spread=0.3, is_peaked=False),
     SamplerCase(name="penalties", penalty=0.5),
+    SamplerCase(name="masks, bias, bad words", has_edits=True),
     SamplerCase(name="logprobs 5", logprobs=5),
 )
 
@@ -117,6 +125,11 @@ def _make_logits(
 
 def _ours(case: SamplerCase, num_rows: int, vocab_size: int, device: torch.device) -> Choice:
     held = SamplingRows(max_num_seqs=num_rows, vocab_size=vocab_size, device=device)
+    edits: dict[str, Any] = {
+        "allowed_token_ids": tuple(range(0, vocab_size, 2)),
+        "logit_bias": dict.fromkeys(range(0, 40, 2), 1.5),
+        "bad_words_token_ids": tuple((token_id,) for token_id in range(100, 140, 2)),
+    }
     params = SamplingParams(
         temperature=case.temperature,
         top_k=case.top_k,
@@ -125,6 +138,7 @@ def _ours(case: SamplerCase, num_rows: int, vocab_size: int, device: torch.devic
         presence_penalty=case.penalty,
         logprobs=case.logprobs,
         max_tokens=None,
+        **(edits if case.has_edits else {}),
     )
     for row in range(num_rows):
         token_ids = [(row * 7919 + at * 104729) % vocab_size for at in range(512)]
@@ -146,7 +160,7 @@ def _ours(case: SamplerCase, num_rows: int, vocab_size: int, device: torch.devic
 
 def _peers(case: SamplerCase, device: torch.device) -> dict[str, Choice]:
     """The same choice otherwise, where others have it."""
-    if case.penalty or case.logprobs is not None:
+    if case.penalty or case.has_edits or case.logprobs is not None:
         return {}
     found: dict[str, Choice] = {TORCH: _torch_sort(case)}
     if device.type == "cuda" and case.temperature > 0.0 and find_spec("flashinfer") is not None:
@@ -175,13 +189,17 @@ def _flashinfer(case: SamplerCase) -> Choice:
     # Not a dependency: measured where somebody has installed it.
     from flashinfer import sampling
 
+    # Without them it reads a generator's state on the host, which no graph can hold; older releases must.
+    has_seeds = "seed" in inspect.signature(sampling.sampling_from_probs).parameters
+    seeds = {"seed": 0, "offset": 0} if has_seeds else {}
+
     def choose(logits: torch.Tensor) -> object:
-        mass = (logits.float() / case.temperature).softmax(dim=-1)
+        mass = sampling.softmax(logits.float(), temperature=case.temperature)
         if case.top_k:
-            return sampling.top_k_top_p_sampling_from_probs(mass, case.top_k, case.top_p)
+            return sampling.top_k_top_p_sampling_from_probs(mass, case.top_k, case.top_p, **seeds)
         if case.top_p < 1.0:
-            return sampling.top_p_sampling_from_probs(mass, case.top_p)
-        return sampling.sampling_from_probs(mass)
+            return sampling.top_p_sampling_from_probs(mass, case.top_p, **seeds)
+        return sampling.sampling_from_probs(mass, **seeds)
 
     return choose
 
@@ -202,7 +220,7 @@ def _time(
             return [_host_s(choose_all) * 1e6 / len(buffers) for _ in range(num_runs)], False
         torch.cuda.synchronize(device)
         replay, is_graph = choose_all, False
-        if not _waits(choose, buffers[0]):
+        if _can_be_recorded(choose, buffers[0]):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 choose_all()
@@ -211,16 +229,21 @@ def _time(
         return [_device_s(replay) * 1e6 / len(buffers) for _ in range(num_runs)], is_graph
 
 
-def _waits(choose: Choice, logits: torch.Tensor) -> bool:
-    """True when it waits for the device, which no graph can hold."""
+def _can_be_recorded(choose: Choice, logits: torch.Tensor) -> bool:
+    """False when it waits for the device, or needs a state of the host, neither of which a graph can hold."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         choose(logits)
     except RuntimeError:
-        return True
+        return False
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return False
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            choose(logits)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _host_s(run: Callable[[], None]) -> float:

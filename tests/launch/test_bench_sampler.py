@@ -21,7 +21,7 @@ def test_it_times_every_case_and_writes_it_down(tmp_path: Path, capsys: pytest.C
     ]
     ours = [cell for cell in cells if cell.system == sampler.OURS]
     assert {(cell.case, cell.num_rows) for cell in ours} == {(cell.case, cell.num_rows) for cell in cells}
-    assert len(ours) == 8 * 2
+    assert len(ours) == 9 * 2
     assert all(len(cell.us) == 2 and min(cell.us) > 0.0 and not cell.problem for cell in cells)
     assert "top-k 50, top-p 0.9, 3 rows" in capsys.readouterr().out
 

@@ -21,6 +21,7 @@ from phalanx.workers.kernels.triton_draw import PIECE, choose_tokens, draw
 from phalanx.workers.kernels.triton_edits import edit
 from phalanx.workers.kernels.triton_filters import find_thresholds
 from phalanx.workers.kernels.triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel
+from phalanx.workers.kernels.triton_nucleus import CLOSED, find_edges
 from phalanx.workers.kernels.triton_rows import LogitRows, materialise
 from phalanx.workers.logit_processors import LARGEST, mask_grammar, mask_padding, pack_masks, process
 from phalanx.workers.logprobs import find_parts
@@ -235,6 +236,39 @@ def test_thresholds_keep_what_the_reference_keeps(
     assert torch.equal(is_kept, scaled >= expected.unsqueeze(-1))
     padded = torch.nn.functional.pad(scaled, (0, -width % 64), value=-torch.inf)
     assert torch.equal(group_best.cpu(), padded.unflatten(-1, (-1, 64)).amax(dim=-1))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 0.3, 3.0])
+def test_the_edge_of_a_flat_nucleus_is_found_in_the_passes_over_the_row(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 1500, generator=generator) * spread + torch.tensor([[0.0], [12.0], [-30.0]])
+    logits[1, ::3] = -torch.inf
+    logits[2] = (logits[2] * 4).round() / 4
+    top_ps = torch.tensor([0.9, 0.999999, 0.5])
+    batch = dataclasses.replace(
+        make_batch(0, 3, 1500, 1), temperatures=torch.tensor([0.6, 1.0, 1.7]), top_ks=torch.zeros(3).long(),
+        top_ps=top_ps, min_ps=torch.zeros(3), max_top_k=0, has_open_nucleus=True,
+    )  # fmt: skip
+    scaled = scaled_of(logits, batch)
+    states = []
+
+    def watched(*arguments: object) -> None:
+        find_edges(*arguments)
+        states.append(arguments[3])
+
+    monkeypatch.setattr(triton_filters, "MANY_CHOSEN", 4)
+    monkeypatch.setattr(triton_filters, "find_edges", watched)
+    given = {name: getattr(on_device(batch), name) for name in ("temperatures", "top_ks", "top_ps", "min_ps")}
+    kept, _ = find_thresholds(
+        LogitRows(logits=logits.to(DEVICE)), **given, max_top_k=0, has_open_nucleus=True
+    )
+
+    expected = thresholds(scaled, batch, WHOLE, scaled.amax(dim=-1))
+    assert torch.equal(scaled >= kept.cpu().unsqueeze(-1), scaled >= expected.unsqueeze(-1))
+    (is_open,) = states
+    assert is_open.tolist() == [CLOSED] * 3
 
 
 def sample_rows(rows: list[Row], mode: LogprobsMode) -> Sampled:

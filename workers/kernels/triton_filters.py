@@ -7,8 +7,8 @@ Called by: workers/fused_sampling.py. The reference is workers/sampling_filters.
 2. One program a row picks the groups with the NUM_CHOSEN largest of these: whatever exceeds the smallest of them lies
    in a chosen group, and so do the NUM_CHOSEN likeliest tokens. The thresholds are found among their tokens alone, by
    bisection over the floats in their order.
-3. A row whose threshold lies lower (a flat row, a large top-k, a tie of very many) is bisected as a whole, with
-   NUM_PIVOTS pivots in each pass over it.
+3. Where the edge of a nucleus lies lower (a flat row), triton_nucleus.py finds it in a few passes over the row.
+4. What is left (a large top-k, a tie of very many) is bisected as a whole, with NUM_PIVOTS pivots in each pass.
 
 Masses are float64 sums of exponentials that are exact to 1e-12, as the reference's, in another order: a threshold can
 differ from the reference's only when a nucleus ends within that of the mass wanted. No call waits for the device.
@@ -21,6 +21,22 @@ import triton.language as tl
 from ..logit_processors import LARGEST
 from ..sampling_filters import TOP_P_TOLERANCE
 from .triton_draw import GROUP, PIECE, pieces_per_program
+from .triton_nucleus import (
+    ABOVE,
+    BEST,
+    HIGH,
+    LOW,
+    NUM_COLUMNS,
+    OPEN,
+    OPEN_NUCLEUS,
+    SUMMED,
+    WANTED,
+    find_edges,
+    make_states,
+    mass,
+    reach,
+    to_fixed,
+)
 from .triton_rows import (
     KEY_OF_NOTHING,
     NO_KEY,
@@ -41,8 +57,10 @@ _LARGEST = tl.constexpr(LARGEST)
 _TOLERANCE = tl.constexpr(TOP_P_TOLERANCE)
 _NO_KEY = tl.constexpr(NO_KEY)
 _KEY_OF_NOTHING = tl.constexpr(KEY_OF_NOTHING)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+_OPEN, _OPEN_NUCLEUS = tl.constexpr(OPEN), tl.constexpr(OPEN_NUCLEUS)
+_LOW, _HIGH, _ABOVE = tl.constexpr(LOW), tl.constexpr(HIGH), tl.constexpr(ABOVE)
+_WANTED, _BEST, _SUMMED = tl.constexpr(WANTED), tl.constexpr(BEST), tl.constexpr(SUMMED)
+_NUM_COLUMNS = tl.constexpr(NUM_COLUMNS)
 
 
 def find_thresholds(
@@ -81,15 +99,18 @@ def find_thresholds(
     num_chosen = FEW_CHOSEN if max_top_k <= FEW_CHOSEN and not has_open_nucleus else MANY_CHOSEN
     chosen = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=device)
     is_open = torch.empty(num_rows, dtype=torch.int32, device=device)
+    states = make_states(num_rows if has_open_nucleus else 1, device)
     # The same operation as the reference's, for the same bits.
     log_min_ps = min_ps.log()
     _threshold_kernel[(num_rows,)](
-        logits, *seen, *parameters, log_min_ps, group_best, group_mass, chosen, is_open, kept, *strides,
-        logits.stride(0), width, num_groups,
+        logits, *seen, *parameters, log_min_ps, group_best, group_mass, chosen, states, is_open, kept, *strides,
+        logits.stride(0), width, num_groups, reach(width),
         HAS_MASS=has_open_nucleus, NUM_GROUPS_PAD=triton.next_power_of_2(num_groups), NUM_CHOSEN=num_chosen,
         num_warps=8 if num_chosen == FEW_CHOSEN else 16, **settings,
     )  # fmt: skip
     if num_groups > num_chosen:
+        if has_open_nucleus:
+            find_edges(rows, temperatures, states, is_open, kept)
         _whole_row_kernel[(num_rows,)](
             logits, *seen, *parameters, log_min_ps, group_best, is_open, kept, *strides, logits.stride(0), width,
             num_groups,
@@ -97,27 +118,6 @@ def find_thresholds(
             **settings,
         )  # fmt: skip
     return kept, group_best
-
-
-@triton.jit
-def _mass(x, best):
-    """exp(x - best) for x <= best in float64, to 1e-12; what is below e^-100 counts as that, and -inf as nothing."""
-    # A group, or a row, may hold nothing but -inf, and the difference of two of them is no number.
-    best = tl.maximum(best, -_LARGEST)
-    y = tl.maximum(x.to(tl.float64) - best.to(tl.float64), -100.0) * _LOG2_E
-    whole = tl.floor(y + 0.5)
-    r = (y - whole) * _LN_2
-    p = r * (1.0 / 3628800.0) + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = (p * r + 1.0) * r + 1.0
-    power = ((whole.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-    return tl.where(x > -float("inf"), p * power, 0.0)
 
 
 _STRIDES = ["stride_temperatures", "stride_top_ks", "stride_top_ps", "stride_limits", "first_id"]
@@ -156,15 +156,15 @@ def _group_kernel(
         if HAS_MASS:
             if needs_mass:
                 tempered = tl.div_rn(x, tl.zeros_like(x) + divisor)
-                mass = tl.sum(_mass(tempered, tl.expand_dims(best, 1)), 1)
-                tl.store(group_mass_ptr + row * num_groups + group, mass, mask=group < num_groups)
+                masses = tl.sum(mass(tempered, tl.expand_dims(best, 1)), 1)
+                tl.store(group_mass_ptr + row * num_groups + group, masses, mask=group < num_groups)
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "num_groups"])
+@triton.jit(do_not_specialize=[*_STRIDES, "num_groups", "reach"])
 def _threshold_kernel(
     logits_ptr, limits_ptr, stride_limits, edits, first_id, temperatures_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr,
-    group_best_ptr, group_mass_ptr, chosen_ptr, is_open_ptr, kept_ptr, stride_temperatures, stride_top_ks,
-    stride_top_ps, stride_logits, width, num_groups,
+    group_best_ptr, group_mass_ptr, chosen_ptr, states_ptr, is_open_ptr, kept_ptr, stride_temperatures, stride_top_ks,
+    stride_top_ps, stride_logits, width, num_groups, reach,
     HAS_MASS: tl.constexpr, NUM_GROUPS_PAD: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_LIMITS: tl.constexpr,
     HAS_EDITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -230,33 +230,45 @@ def _threshold_kernel(
                         high = tl.where(is_reached, high, middle)
                     floor_key = tl.maximum(floor_key, low.to(tl.int32))
                 else:
-                    is_open = 1
+                    is_open = _OPEN
             if needs_nucleus:
-                mass = _mass(x, best)
-                whole = tl.sum(tl.sum(tl.where(key >= floor_key, mass, 0.0), 1), 0)
+                masses = mass(x, best)
+                whole = tl.sum(tl.sum(tl.where(key >= floor_key, masses, 0.0), 1), 0)
                 if floor_key < covered:
                     if HAS_MASS:
                         if (top_k == 0) & (floor_key == _KEY_OF_NOTHING):
                             group_mass = tl.load(
                                 group_mass_ptr + row * num_groups + group, mask=is_group, other=0.0
                             )
-                            whole = tl.sum(group_mass * _mass(group_best, best), 0)
+                            whole = tl.sum(group_mass * mass(group_best, best), 0)
                         else:
-                            is_open = 1
+                            is_open = _OPEN
                     else:
-                        is_open = 1
+                        is_open = _OPEN
                 wanted = (top_p.to(tl.float64) - _TOLERANCE) * whole
                 # The smallest key above which there is less than what is wanted.
                 low = tl.maximum(floor_key.to(tl.int64), covered.to(tl.int64) - 1)
                 high = tl.maximum(best_key.to(tl.int64), low)
-                if tl.sum(tl.sum(tl.where(key > low.to(tl.int32), mass, 0.0), 1), 0) < wanted:
+                mass_above = tl.sum(tl.sum(tl.where(key > low.to(tl.int32), masses, 0.0), 1), 0)
+                if mass_above < wanted:
                     # It is the floor itself, or lies below what the chosen groups hold.
                     if low > floor_key.to(tl.int64):
-                        is_open = 1
+                        is_open = _OPEN
+                        if HAS_MASS:
+                            lowest = to_key(best - reach).to(tl.int64)
+                            if (top_k == 0) & (floor_key == _KEY_OF_NOTHING) & (lowest < low):
+                                is_open = _OPEN_NUCLEUS
+                                states_ptr += row * _NUM_COLUMNS
+                                tl.store(states_ptr + _LOW, lowest)
+                                tl.store(states_ptr + _HIGH, low)
+                                tl.store(states_ptr + _SUMMED, low)
+                                tl.store(states_ptr + _ABOVE, to_fixed(mass_above))
+                                tl.store(states_ptr + _WANTED, to_fixed(wanted))
+                                tl.store(states_ptr + _BEST, best.to(tl.int32, bitcast=True).to(tl.int64))
                     high = low
                 while high - low > 1:
                     middle = low + (high - low) // 2
-                    above = tl.sum(tl.sum(tl.where(key > middle.to(tl.int32), mass, 0.0), 1), 0)
+                    above = tl.sum(tl.sum(tl.where(key > middle.to(tl.int32), masses, 0.0), 1), 0)
                     high = tl.where(above < wanted, middle, high)
                     low = tl.where(above < wanted, low, middle)
                 floor_key = high.to(tl.int32)
@@ -274,7 +286,7 @@ def _whole_row_kernel(
     HAS_LIMITS: tl.constexpr, HAS_EDITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(is_open_ptr + row) != 0:
+    if tl.load(is_open_ptr + row) == _OPEN:
         logits_ptr += row * stride_logits
         temperature = tl.load(temperatures_ptr + row * stride_temperatures)
         top_k = tl.load(top_ks_ptr + row * stride_top_ks)
@@ -315,7 +327,7 @@ def _whole_row_kernel(
                 at = start + column
                 x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
                 x = temper(x, temperature)
-                whole += tl.sum(tl.where(to_key(x) >= floor_key.to(tl.int32), _mass(x, best), 0.0), 0)
+                whole += tl.sum(tl.where(to_key(x) >= floor_key.to(tl.int32), mass(x, best), 0.0), 0)
             wanted = (top_p.to(tl.float64) - _TOLERANCE) * whole
             # The smallest key above which there is less than what is wanted.
             low = floor_key - 1
@@ -329,7 +341,7 @@ def _whole_row_kernel(
                     x = load_logits(logits_ptr, at, at < width, limit, row, flag, edits, HAS_EDITS=HAS_EDITS)
                     x = temper(x, temperature)
                     is_above = to_key(x)[None, :] > pivots.to(tl.int32)[:, None]
-                    above += tl.sum(tl.where(is_above, _mass(x, best)[None, :], 0.0), 1)
+                    above += tl.sum(tl.where(is_above, mass(x, best)[None, :], 0.0), 1)
                 num_above = tl.sum(((above >= wanted) & (pivots < high)).to(tl.int64), 0)
                 low += step * num_above
                 high = tl.minimum(high, low + step)
