@@ -1,7 +1,7 @@
 """`cluster-bench steps`: what a step of the real engine costs on this machine, as a front end would learn it.
 
 Called by: cli.py. Runs one engine core in this process under requests of mixed lengths, and feeds its reports, one a
-step, to the same fit that front ends use (cluster/step_cost.py). What it writes is what `cluster-bench routing
+step or one every few steps, to the same fit that front ends use (cluster/step_cost.py). What it writes is what `cluster-bench routing
 --service` reads: the replicas of the simulation then take as long as this engine did.
 """
 
@@ -33,13 +33,15 @@ NAME = "steps"
 HELP = "cost of an empty step, and of each prefill, decode and context token in one"
 _CHANGE_EVERY = 16
 """Steps between two changes of how many requests run at once: few and many, long and short must not go together."""
+_REPORT_EVERY = 8
+"""Steps between two reports where steps overlap: the time of one of them is partly that of its neighbours."""
 
 
 class StepFit(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine's steps cost.
 
     capacity_tokens: of its KV cache; max_num_batched_tokens, max_num_seqs: of a step
-    error:           median over the steps of |predicted - measured| / measured
+    error:           median over the reports of |predicted - measured| / measured
     """
 
     model: str
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
                 title="Cost",
                 columns=["of", "µs"],
                 rows=rows,
-                note=f"Fitted to {fit.num_steps} steps; half of them are predicted to within {fit.error:.0%}.",
+                note=f"Fitted to {fit.num_steps} steps; half of the reports are predicted to within {fit.error:.0%}.",
             )
         ],
         runs=fit,
@@ -153,7 +155,7 @@ def measure(
         capacity_tokens=report.num_kv_blocks * report.block_size,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
-        num_steps=len(works),
+        num_steps=sum(work.num_steps for work in works),
         error=statistics.median(abs(cost.predict(work) / work.busy_s - 1.0) for work in works),
     )
 
@@ -170,6 +172,7 @@ def _run_steps(
     works: list[StepWork] = []
     last = core.stats()
     fit.observe(last)
+    report_every = _REPORT_EVERY if config.scheduler.max_steps_in_flight > 1 else 1
     wanted = num_requests = 0
     for number in range(num_steps):
         if number % _CHANGE_EVERY == 0:
@@ -182,13 +185,15 @@ def _run_steps(
         if not core.has_work:
             continue
         core.step()
+        progress.advance()
+        if number % report_every:
+            continue
         stats = core.stats()
         fit.observe(stats)
         work = work_between(last, stats)
         if work is not None:
             works.append(work)
         last = stats
-        progress.advance()
     core.abort_requests([f"steps-{number}" for number in range(num_requests + 1)])
     while core.has_work:
         core.step()

@@ -52,20 +52,20 @@ def test_a_sleep_gives_the_memory_of_cache_and_weights_back(tmp_path: Path, leve
 def test_a_rank_that_starts_again_waits_for_the_memory_of_the_dead_one(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     free_bytes = torch.cuda.mem_get_info()[0]
-    holder = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    assert torch.cuda.mem_get_info()[0] < free_bytes - SLACK_BYTES
-    config = make_worker(write_tiny_llama(tmp_path), parallel=CUDA)._config
-    worker = Worker(msgspec.structs.replace(config, expected_free_bytes=free_bytes), lambda name: None)
-    killer = threading.Timer(1.0, holder.send_signal, [signal.SIGKILL])
-    killer.start()
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert torch.cuda.mem_get_info()[0] < free_bytes - SLACK_BYTES
+        config = make_worker(write_tiny_llama(tmp_path), parallel=CUDA)._config
+        worker = Worker(msgspec.structs.replace(config, expected_free_bytes=free_bytes), lambda name: None)
+        killer = threading.Timer(1.0, holder.send_signal, [signal.SIGKILL])
+        killer.start()
 
-    report = worker.start()
+        report = worker.start()
 
-    assert report.free_bytes is not None
-    assert report.free_bytes >= free_bytes - SLACK_BYTES
-    assert holder.wait(10) == -signal.SIGKILL
+        assert report.free_bytes is not None
+        assert report.free_bytes >= free_bytes - SLACK_BYTES
+        assert holder.wait(10) == -signal.SIGKILL
     worker.close()
