@@ -10,16 +10,14 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
 
 from .nccl_group import NcclGroup
 from .process_group import connect_gloo
-from .tp_group import TensorParallelGroup
+from .symmetric_memory import SymmetricMemory
 from .worker import Worker
 
 NUM_IN_GRAPH = 32
@@ -58,41 +56,44 @@ class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 def time_all_reduce(worker: Worker, argument: AllReducePlan) -> list[AllReduceTiming]:
     """Time every way that these ranks have, at every length."""
-    ways = _own_ways(worker) if argument.is_own else _other_ways(worker)
+    ways = _own_ways(worker) if argument.is_own else _other_ways(worker, max(argument.sizes))
     timings = []
     with torch.inference_mode():
         for way, make in ways:
             for num_bytes in argument.sizes:
-                num_elements = num_bytes // worker.dtype.itemsize
                 try:
-                    timings.append(_time(worker, way, num_bytes, make(num_elements)))
+                    timings.append(_time(worker, way, num_bytes, make(num_bytes)))
                 # A way that this torch or driver does not have fails in its own way, on all ranks.
-                except (RuntimeError, ValueError, AttributeError, ImportError) as error:
+                except (RuntimeError, ValueError, AttributeError) as error:
                     problem = str(error).partition("\n")[0] or type(error).__name__
                     timings.append(AllReduceTiming(way=way, num_bytes=num_bytes, problem=problem))
     return timings
 
 
 def _own_ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
-    """Name the ways; each gives, for a number of elements, the function that sums."""
+    """Name the ways; each gives, for a number of bytes, the function that sums."""
     group = worker.group
     yield f"as served ({group.name})", lambda _: group.all_reduce
     if isinstance(group, NcclGroup):
         yield "nccl", lambda _: group.all_reduce_by_nccl
         if group.one_shot is not None:
             one_shot = group.one_shot
-            yield (
-                "one-shot",
-                lambda num_elements: _within(one_shot.max_bytes, worker, num_elements, one_shot.all_reduce),
-            )
+            yield "one-shot", lambda num_bytes: _within(one_shot.max_bytes, num_bytes, one_shot.all_reduce)
+        if group.symmetric is not None:
+            symmetric = group.symmetric
+            yield "two-shot", lambda num_bytes: _within(symmetric.max_bytes, num_bytes, symmetric.two_shot)
 
 
-def _other_ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
+def _other_ways(worker: Worker, max_bytes: int) -> Iterator[tuple[str, Callable[[int], AllReduce]]]:
     group = worker.group
-    if isinstance(group, NcclGroup):
-        symmetric = _SymmetricMemory(worker, group)
-        yield "symmetric memory, one-shot", symmetric.one_shot
-        yield "symmetric memory, two-shot", symmetric.two_shot
+    if isinstance(group, NcclGroup) and worker.rendezvous is not None:
+        store = dist.PrefixStore("all-reduce-timing", dist.FileStore(worker.rendezvous, group.size))
+        symmetric = SymmetricMemory(
+            store, rank=group.rank, size=group.size, device=worker.device, max_bytes=max_bytes
+        )
+        yield "torch's one-shot", lambda _: symmetric.one_shot
+        yield "torch's two-shot", lambda _: symmetric.two_shot
+        symmetric.close()
     elif worker.rendezvous is not None and group.size > 1 and worker.device.type == "cpu":
         store = dist.PrefixStore("all-reduce-timing", dist.FileStore(worker.rendezvous, group.size))
         gloo = connect_gloo(store, rank=group.rank, size=group.size)
@@ -100,62 +101,10 @@ def _other_ways(worker: Worker) -> Iterator[tuple[str, Callable[[int], AllReduce
         gloo.close()
 
 
-def _within(max_bytes: int, worker: Worker, num_elements: int, all_reduce: AllReduce) -> AllReduce:
-    if num_elements * worker.dtype.itemsize > max_bytes:
+def _within(max_bytes: int, num_bytes: int, all_reduce: AllReduce) -> AllReduce:
+    if num_bytes > max_bytes:
         raise ValueError(f"above its limit of {max_bytes} bytes")
     return all_reduce
-
-
-class _SymmetricMemory:
-    """torch's own kernels over symmetric memory, without multicast."""
-
-    def __init__(self, worker: Worker, group: TensorParallelGroup) -> None:
-        self._worker = worker
-        self._name = "all-reduce-timing"
-        self._problem = ""
-        self._tensors: dict[int, torch.Tensor] = {}
-        if worker.rendezvous is None:
-            self._problem = "there is no file to meet in"
-            return
-        store = dist.PrefixStore("symmetric-memory", dist.FileStore(worker.rendezvous, group.size))
-        # The kernels look the group up by its name, and want no more of it than its store, rank and size.
-        self._group = dist.ProcessGroup(store, group.rank, group.size)
-        _register_process_group(self._name, self._group)
-        self._memory().set_group_info(self._name, group.rank, group.size, store)
-
-    def one_shot(self, num_elements: int) -> AllReduce:
-        shared = self._shared(num_elements)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            shared.copy_(x)
-            return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)
-
-        return run
-
-    def two_shot(self, num_elements: int) -> AllReduce:
-        shared = self._shared(num_elements)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            shared.copy_(x)
-            return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._name)
-
-        return run
-
-    def _shared(self, num_elements: int) -> torch.Tensor:
-        if self._problem:
-            raise ValueError(self._problem)
-        if num_elements not in self._tensors:
-            tensor = self._memory().empty_strided_p2p(
-                (num_elements,), (1,), self._worker.dtype, self._worker.device, self._name
-            )
-            self._memory().rendezvous(tensor)
-            self._tensors[num_elements] = tensor
-        return self._tensors[num_elements]
-
-    def _memory(self) -> Any:
-        from torch._C import _distributed_c10d
-
-        return _distributed_c10d._SymmetricMemory
 
 
 def _time(worker: Worker, way: str, num_bytes: int, all_reduce: AllReduce) -> AllReduceTiming:

@@ -1,8 +1,8 @@
-"""NcclGroup: the collectives of ranks with a GPU each: NCCL, and a kernel of our own for short sums.
+"""NcclGroup: the collectives of ranks with a GPU each: NCCL, and others for sums where they are faster.
 
-Called by: `connect_group`. What is short is summed by kernels/triton_all_reduce.py where the GPUs can read each
-other's memory; `one_shot_max_bytes` says what is short, as measured by `cluster-bench multi-gpu`. Both ways give all
-ranks the same bits.
+Called by: `connect_group`. Where the GPUs can read each other's memory, what is short is summed by
+kernels/triton_all_reduce.py, and what is a little longer by torch's kernels over symmetric memory; the limits are those
+that `cluster-bench multi-gpu` measured. All ways give all ranks the same bits.
 
 When a peer dies: waits; the executor sees the death first, and ends the replica.
 """
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .peer_memory import PeerAccessError, PeerMemory
 from .process_group import GROUP_TIMEOUT, ProcessGroupBackedGroup
+from .symmetric_memory import SymmetricMemory, SymmetricMemoryError
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ ONE_SHOT_MAX_BYTES = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
 """By number of ranks, how long a sum may be that each rank makes for itself. It reads size × bytes, NCCL's ring
 2 × bytes. Measured for 2 (launch/bench/results/2x-h200-multi-gpu-2026-11.md); for 4 and 8 reckoned from those bytes,
 never measured. Other sizes: NCCL."""
+TWO_SHOT_BYTES = {2: (2 << 20, 16 << 20)}
+"""By number of ranks, from and up to what length each rank sums its share, and reads the others'. Elsewhere: NCCL."""
 
 
 class OneShot:
@@ -53,11 +56,22 @@ class OneShot:
 
 
 class NcclGroup(ProcessGroupBackedGroup):
-    """See the module. one_shot: None: everything goes through NCCL."""
+    """See the module. one_shot, symmetric: None: not for these ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, one_shot: OneShot | None, one_shot_max_bytes: int) -> None:
-        super().__init__(group, name="nccl" if one_shot is None else "nccl, one-shot")
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        one_shot: OneShot | None = None,
+        one_shot_max_bytes: int = 0,
+        symmetric: SymmetricMemory | None = None,
+        two_shot_min_bytes: int = 0,
+    ) -> None:
+        ways = [*(["one-shot"] if one_shot else []), *(["two-shot"] if symmetric else [])]
+        super().__init__(group, name=", ".join(["nccl", *ways]))
         self.one_shot = one_shot
+        self.symmetric = symmetric
+        self._two_shot_min_bytes = two_shot_min_bytes
         self._one_shot_max_bytes = 0 if one_shot is None else min(one_shot_max_bytes, one_shot.max_bytes)
 
     @property
@@ -67,6 +81,8 @@ class NcclGroup(ProcessGroupBackedGroup):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.one_shot is not None and x.nbytes <= self._one_shot_max_bytes and x.is_floating_point():
             return self.one_shot.all_reduce(x)
+        if self.symmetric is not None and x.nbytes >= self._two_shot_min_bytes and self.symmetric.can_sum(x):
+            return self.symmetric.two_shot(x)
         return super().all_reduce(x)
 
     def all_reduce_by_nccl(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +93,8 @@ class NcclGroup(ProcessGroupBackedGroup):
         super().close()
         if self.one_shot is not None:
             self.one_shot.close()
+        if self.symmetric is not None:
+            self.symmetric.close()
 
 
 def connect_nccl(store: dist.Store, *, rank: int, size: int, device: torch.device) -> NcclGroup:
@@ -91,7 +109,22 @@ def connect_nccl(store: dist.Store, *, rank: int, size: int, device: torch.devic
             one_shot = OneShot(store, rank=rank, size=size, device=device)
         except (PeerAccessError, ImportError) as error:
             log.warning("short sums go through NCCL: %s", error)
-    made = NcclGroup(group, one_shot, max_bytes)
+    symmetric = None
+    two_shot_min_bytes, two_shot_max_bytes = TWO_SHOT_BYTES.get(size, (0, 0))
+    if two_shot_max_bytes:
+        try:
+            symmetric = SymmetricMemory(
+                store, rank=rank, size=size, device=device, max_bytes=two_shot_max_bytes
+            )
+        except SymmetricMemoryError as error:
+            log.warning("longer sums go through NCCL: %s", error)
+    made = NcclGroup(
+        group,
+        one_shot=one_shot,
+        one_shot_max_bytes=max_bytes,
+        symmetric=symmetric,
+        two_shot_min_bytes=two_shot_min_bytes,
+    )
     # The first collective makes NCCL connect: a failure belongs to the start, not to the first long request.
     made.all_reduce_by_nccl(torch.zeros(1, device=device))
     return made

@@ -1,8 +1,8 @@
 """`cluster-bench steps`: what a step of the real engine costs on this machine, as a front end would learn it.
 
 Called by: cli.py. Runs one engine core in this process under requests of mixed lengths, and feeds its reports, one a
-step or one every few steps, to the same fit that front ends use (cluster/step_cost.py). What it writes is what `cluster-bench routing
---service` reads: the replicas of the simulation then take as long as this engine did.
+step or one every few steps, to the same fit that front ends use (cluster/step_cost.py). What it writes is what
+`cluster-bench routing --service` reads: the replicas of the simulation then take as long as this engine did.
 """
 
 import argparse

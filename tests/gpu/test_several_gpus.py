@@ -25,8 +25,12 @@ pytestmark = [
 
 PROMPTS = [[(7 * i + j * j) % 380 + 3 for j in range(3 + 5 * i)] for i in range(11)]
 NUM_STREAMED, BACK_S = 400, 120.0
-# Around the edges of a piece (8 KiB), of what is short, and of what one kernel takes; odd ones; a decode step's.
-NUM_ELEMENTS = [1, 3, 96, 2047, 2048, 2049, 4096, 4097, 32768, 65536, 131072, 131073, 262144, 300001, 7]
+# Around the edges of a piece (8 KiB), of what is short, of what one kernel takes and what the other does; odd ones; a
+# decode step's.
+NUM_ELEMENTS = [
+    *(1, 3, 96, 2047, 2048, 2049, 4096, 4097, 32768, 65536, 131072, 131073, 262144, 300001, 7),
+    *((1 << 20) - 8, 1 << 20, (1 << 20) + 1, 3 << 20, 5 << 20),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
