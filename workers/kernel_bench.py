@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from .attention.backend import AttentionShape, SeenCache
 from .attention.triton_backend import TritonAttention
 from .kernels.triton_linear import MAX_ROWS, gemv, norm_gemv, silu_gemv
+from .kernels.triton_norm import add_rms_norm
+from .kernels.triton_parts import product_in_parts, tuning_for
 
 HEADS = ((16, 8), (32, 8), (32, 4))
-LOADS = ((1, 1024), (8, 1024), (64, 1024), (256, 512), (256, 1024))
+LOADS = ((1, 128), (1, 384), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (256, 512), (256, 1024))
 WEIGHTS = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336))
+WEIGHTS_BEFORE_NORMS = ((1024, 2048), (1024, 3072), (4096, 14336))
 HEAD_SIZE = 128
 _READ_BYTES = 2 << 30
 _COLD_BYTES = 256 << 20
@@ -86,6 +89,48 @@ def measure_small_products(rows: Sequence[int] = (1, 2, 4)) -> list[KernelTime]:
                     KernelTime(kernel=name, shape=shape, time_us=time_us, num_bytes=weights[0].nbytes)
                 )
     return times
+
+
+def measure_products_and_norms(rows: Sequence[int] = (16, 64)) -> list[KernelTime]:
+    """Time a product with the residual's sum and norm behind it: left in parts for it, and by cuBLAS."""
+    times = []
+    for outputs, inputs in WEIGHTS_BEFORE_NORMS:
+        weights = [
+            torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+            for _ in range(_num_cold(outputs * inputs * 2))
+        ]
+        norm = torch.ones(outputs, dtype=torch.bfloat16, device="cuda")
+        for num_rows in rows:
+            x, residual = (
+                torch.randn(num_rows, width, dtype=torch.bfloat16, device="cuda")
+                for width in (inputs, outputs)
+            )
+            tuning = tuning_for(num_rows, outputs, inputs)
+            assert tuning is not None
+            products: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+                "in parts, norm": partial(product_in_parts, x, tuning=tuning),
+                "cublas, norm": partial(F.linear, x),
+            }
+            for name, product in products.items():
+                runs = [partial(_product_and_norm, product, weight, residual, norm) for weight in weights]
+                times.append(
+                    KernelTime(
+                        kernel=name,
+                        shape=f"{num_rows} × {inputs} → {outputs}",
+                        time_us=time_in_graph_us(runs),
+                        num_bytes=weights[0].nbytes,
+                    )
+                )
+    return times
+
+
+def _product_and_norm(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+) -> None:
+    add_rms_norm(product(weight), residual, norm, 1e-6)
 
 
 def time_in_graph_us(runs: Sequence[Callable[[], Any]]) -> float:

@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
             progress.advance()
             progress.say(f"run {number + 1}, products")
             products += bench.measure_small_products()
+            products += bench.measure_products_and_norms()
             progress.advance()
     ceiling = over_runs(ceilings).median
     writer.finish(

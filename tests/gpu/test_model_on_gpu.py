@@ -10,6 +10,8 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from phalanx.workers.config import DeviceType, DType, ParallelConfig
+from phalanx.workers.kernels.ops import product_in_parts
+from phalanx.workers.layers import linear
 from phalanx.workers.sampling_params import SamplingParams
 from support.model_steps import RankThreads, StepDriver, make_worker
 from support.tiny_models import TRAINED, write_tiny_llama
@@ -80,6 +82,40 @@ def test_half_precision_logits_are_near_those_of_float32(folder: Path, dtype: DT
     allowed = 2 * float((half.logits[0, -1].float() - exact).abs().max()) + 0.02
     assert float((seen[0][0].float() - exact).abs().max()) <= allowed
     worker.close()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper"
+)
+def test_sums_left_to_the_norm_give_the_logits_of_whole_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_llama(tmp_path, intermediate_size=1024)
+    are_in_parts: list[bool] = []
+
+    def watched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        parts = product_in_parts(x, weight)
+        are_in_parts.append(parts is not None)
+        return parts
+
+    found: list[torch.Tensor] = []
+    for function in (watched, lambda x, weight: None):
+        monkeypatch.setattr(linear, "product_in_parts", function)
+        worker = make_worker(folder, parallel=ON_GPU, dtype=DType.BFLOAT16)
+        worker.start()
+        worker.initialize_kv_cache(128)
+        worker._model.head.register_forward_hook(lambda module, inputs, output: found.append(output))
+        driver = StepDriver(worker)
+        driver.add("a", PROMPT)
+        are_in_parts.clear()
+        driver.run_step()
+        assert any(are_in_parts) == (function is watched)
+        worker.close()
+
+    with torch.inference_mode():
+        exact = reference_model(folder, torch.float32)(torch.tensor([PROMPT], device="cuda")).logits[0, -1]
+    in_parts, whole = (float((logits[0].float() - exact).abs().max()) for logits in found)
+    assert in_parts <= 2 * whole + 0.02
 
 
 def test_the_profile_finds_blocks_for_the_rest_of_the_memory(folder: Path) -> None:

@@ -13,7 +13,7 @@ from phalanx.workers.kernels.silu_and_mul import silu_and_mul
 from phalanx.workers.kernels.triton_activation import gated_activation
 from phalanx.workers.kernels.triton_linear import gemv, norm_gemv, silu_gemv
 from phalanx.workers.kernels.triton_norm import add_rms_norm
-from phalanx.workers.kernels.triton_parts import PartsTuning, padded_rows, product_in_parts
+from phalanx.workers.kernels.triton_parts import PartsTuning, product_in_parts, tuning_for
 from phalanx.workers.kernels.triton_rotary import rotate_and_store
 from phalanx.workers.layers.rotary import rotate
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
@@ -71,15 +71,15 @@ def test_a_norm_adds_up_parts(rows: int, parts: int, size: int, dtype: torch.dty
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.one_of(st.integers(1, 256), st.sampled_from([64, 65, 128, 129, 144, 145, 192, 193, 256])),
-    outputs=st.sampled_from([64, 192, 200]), inputs=st.sampled_from([64, 200, 512]),
+    rows=st.one_of(st.integers(1, 64), st.sampled_from([16, 17, 64])),
+    outputs=st.sampled_from([64, 192, 200]), inputs=st.sampled_from([64, 200, 1024]),
     parts=st.sampled_from([1, 2, 4]), tile=st.sampled_from([64, 128]),
 )  # fmt: skip
 def test_the_parts_of_a_product_add_up_to_it(
     rows: int, outputs: int, inputs: int, parts: int, tile: int
 ) -> None:
     x, weight = random(rows, inputs, dtype=NARROW), random(outputs, inputs, dtype=NARROW, seed=1)
-    tuning = PartsTuning(outputs=tile, inputs=64, parts=parts, num_stages=2, num_warps=4)
+    tuning = PartsTuning(parts=parts, outputs=tile, inputs=64, num_stages=3)
 
     sums = product_in_parts(x, weight, tuning)
 
@@ -87,14 +87,28 @@ def test_the_parts_of_a_product_add_up_to_it(
     assert relative_error(sums.double().sum(0), x.double() @ weight.double().T) < 1e-5
 
 
-@given(rows=st.integers(1, 256))
-def test_tiles_hold_all_rows_and_are_powers_of_two(rows: int) -> None:
-    high, low = padded_rows(rows)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "parts"),
+    [
+        (64, 1024, 2048, 8),
+        (16, 1024, 3072, 8),
+        (5, 4096, 14336, 2),
+        (64, 2048, 8192, 4),
+        (64, 576, 1536, 6),
+        (4, 1024, 2048, None),
+        (65, 1024, 2048, None),
+        (64, 4096, 4096, None),
+        (64, 8192, 28672, None),
+        (64, 64, 128, None),
+        (64, 1024, 3075, None),
+    ],
+)
+def test_the_columns_of_few_outputs_are_dealt_out(
+    rows: int, outputs: int, inputs: int, parts: int | None
+) -> None:
+    tuning = tuning_for(rows, outputs, inputs)
 
-    assert high + low >= rows
-    assert high & (high - 1) == 0
-    assert low & (low - 1) == 0
-    assert low == 0 or 16 <= low <= high
+    assert (tuning.parts if tuning is not None else None) == parts
 
 
 @WITHOUT_SHRINKING

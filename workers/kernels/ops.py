@@ -4,6 +4,7 @@ Called by: layers/, on the worker's main thread. The choice is made by the devic
 GPU never imports Triton.
 """
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -23,6 +24,9 @@ if HAS_TRITON:
         triton_parts,
         triton_rotary,
     )
+
+_HOPPER = (9, 0)
+"""Compute capability: what copies tiles of a tensor by its descriptor."""
 
 
 def is_fused(x: torch.Tensor) -> bool:
@@ -146,7 +150,12 @@ def small_product_of_silu(
 
 def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Return x [rows, inputs] times weight [outputs, inputs] as `triton_parts` does; None: that is not for them."""
-    if not is_fused(weight) or weight.itemsize != 2 or weight.numel() == 0:
+    if not is_fused(weight) or weight.itemsize != 2 or weight.numel() == 0 or not _is_hopper(weight.device):
         return None
     tuning = triton_parts.tuning_for(x.shape[0], *weight.shape)
     return None if tuning is None else triton_parts.product_in_parts(x.contiguous(), weight, tuning)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _HOPPER
