@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .config import LogprobsMode
 from .cuda_graphs import SMALL_SIZES
 from .decode_graphs import make_decode_step
 from .device_rows import DeviceRows
@@ -35,6 +36,7 @@ def compile_kernels(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    logprobs_mode: LogprobsMode,
     device: torch.device,
 ) -> None:
     """See the module."""
@@ -82,14 +84,20 @@ def compile_kernels(
         ):
             decode.load_padding(size)
             decode.compute(size)
-        _sample(model, device)
+        _sample(model, logprobs_mode, device)
     torch.cuda.synchronize(device)
 
 
-def _sample(model: CausalLM, device: torch.device) -> None:
+def _sample(model: CausalLM, logprobs_mode: LogprobsMode, device: torch.device) -> None:
     """Sample as steps do that hold prompts. Nothing is looked up by the tokens, which are none."""
     vocab_size, dtype = model.config.vocab_size, next(model.parameters()).dtype
-    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {"logprobs": 1}, {"top_p": 0.9, "min_p": 0.01}]
+    filters = {"top_p": 0.9, "min_p": 0.01}
+    choices: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"logprobs": 1},
+        filters,
+        {**filters, "logprobs": 1},
+    ]
     edits: dict[str, Any] = {
         "allowed_token_ids": (0,),
         "bad_words_token_ids": ((0,),),
@@ -99,7 +107,9 @@ def _sample(model: CausalLM, device: torch.device) -> None:
     }
     every_token = np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32)
     cases = [SamplingParams(**(choice | changes)) for choice in choices for changes in ({}, edits)]
-    rows = SamplingRows(max_num_seqs=len(cases), vocab_size=vocab_size, device=device)
+    rows = SamplingRows(
+        max_num_seqs=len(cases), vocab_size=vocab_size, device=device, logprobs_mode=logprobs_mode
+    )
     for row, params in enumerate(cases):
         rows.add(
             row,

@@ -307,7 +307,7 @@ def test_batches_of_anything_are_as_on_the_torch_path(
     mode: LogprobsMode, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = np.random.default_rng(len(mode.value))
-    rows = [random_row(generator, 70, logprobs=-1, **changes) for _ in range(12)]
+    rows = [random_row(generator, 70, logprobs=-1, **changes) for _ in range(6)]
 
     found = sample_rows(rows, mode)
     monkeypatch.setattr(sampler, "is_fused", lambda x: False)
