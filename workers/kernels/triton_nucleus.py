@@ -86,7 +86,9 @@ def find_edges(
             temperatures.stride(0), rows.logits.stride(0), tables.stride(1), width, rows.first_id, num_pieces, step,
             reach(width),
             NUMBER=number, IS_LAST=number == NUM_PASSES - 1, HAS_LIMITS=rows.limits is not None,
-            HAS_EDITS=rows.edits is not None, PIECE=PIECE, NUM_BINS=NUM_BINS, num_warps=4, enable_fp_fusion=False,
+            HAS_EDITS=rows.edits is not None, PIECE=PIECE, NUM_BINS=NUM_BINS,
+            # Masses take twice the registers.
+            num_warps=4 if number == 0 else 8, enable_fp_fusion=False,
         )  # fmt: skip
 
 
