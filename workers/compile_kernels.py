@@ -37,13 +37,13 @@ def compile_kernels(
     max_num_seqs: int,
     max_model_len: int,
     logprobs_mode: LogprobsMode,
-    device: torch.device,
 ) -> None:
     """See the module."""
     # Imported here: Triton is there only where there is a GPU.
     from .kernels import triton_decode_inputs, triton_parts
     from .kernels.compile_ahead import compiling_ahead
 
+    device = next(model.parameters()).device
     num_groups = len(shape.groups)
     kv_caches = make_kv_caches(shape, 1 + num_groups, device)
     rows = DeviceRows(
@@ -84,13 +84,14 @@ def compile_kernels(
         ):
             decode.load_padding(size)
             decode.compute(size)
-        _sample(model, logprobs_mode, device)
+        _sample(model, logprobs_mode)
     torch.cuda.synchronize(device)
 
 
-def _sample(model: CausalLM, logprobs_mode: LogprobsMode, device: torch.device) -> None:
+def _sample(model: CausalLM, logprobs_mode: LogprobsMode) -> None:
     """Sample as steps do that hold prompts. Nothing is looked up by the tokens, which are none."""
-    vocab_size, dtype = model.config.vocab_size, next(model.parameters()).dtype
+    weight = next(model.parameters())
+    vocab_size, dtype, device = model.config.vocab_size, weight.dtype, weight.device
     filters = {"top_p": 0.9, "min_p": 0.01}
     choices: list[dict[str, Any]] = [
         {"temperature": 0.0},

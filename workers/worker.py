@@ -145,7 +145,6 @@ class Worker:
                     max_num_seqs=self._config.max_num_seqs,
                     max_model_len=self._max_model_len,
                     logprobs_mode=self._config.model.logprobs_mode,
-                    device=self._device,
                 )
             self._on_phase("weights")
 
