@@ -22,8 +22,9 @@ ONE_SHOT_MAX_BYTES = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
 """By number of ranks, how long a sum may be that each rank makes for itself. It reads size × bytes, NCCL's ring
 2 × bytes. Measured for 2 (launch/bench/results/2x-h200-multi-gpu-2026-11.md); for 4 and 8 reckoned from those bytes,
 never measured. Other sizes: NCCL."""
-TWO_SHOT_BYTES = {2: (2 << 20, 16 << 20)}
-"""By number of ranks, from and up to what length each rank sums its share, and reads the others'. Elsewhere: NCCL."""
+TWO_SHOT_BYTES = {2: (1536 << 10, 8 << 20)}
+"""By number of ranks, from and up to what length each rank sums its share, and reads the others'; measured, as above.
+Elsewhere: NCCL."""
 
 
 class OneShot:
