@@ -15,8 +15,10 @@ from ..cluster.placement import Plan
 from ..shm.segment import SegmentPlan
 from ..workers.messages import ExecutorReport, RankReport
 
-PHASES = ("import", "device", "process group", "weights", "profile", "KV cache")
+PHASES = ("import", "device", "process group", "weights", "kernels", "profile", "KV cache")
 """Phases of a rank's start that have a column of their own, in order; they are what workers report."""
+BESIDE = ("weights", "kernels")
+"""Of these, those that go on at the same time: the longer one counts."""
 PLAIN_WIDTH = 160
 """Columns when the output is no terminal, so that no row is folded in a log file."""
 
@@ -60,7 +62,9 @@ def startup_table(replicas: Mapping[int, ExecutorReport]) -> Table:
         for phase in report.phases:
             spent[phase.name] = spent.get(phase.name, 0.0) + phase.duration_s
         cells = [f"{spent[name]:.2f}" if name in spent else "-" for name in PHASES]
-        table.add_row(role, str(report.pid), *cells, f"{sum(spent.values()):.2f}")
+        longest = max(spent.get(name, 0.0) for name in BESIDE)
+        total = longest + sum(spent.get(name, 0.0) for name in PHASES if name not in BESIDE)
+        table.add_row(role, str(report.pid), *cells, f"{total:.2f}")
     return table
 
 

@@ -77,7 +77,20 @@ def test_the_start_table_adds_up_phases_and_orders_ranks() -> None:
     rows = lines(startup_table({1: make_executor(), 0: make_executor()}))
 
     assert [row[0] for row in rows] == ["dp0 tp0", "dp0 tp1", "dp1 tp0", "dp1 tp1"]
-    assert rows[0] == ["dp0 tp0", "100", "1.25", "-", "-", "0.75", "-", "-", "2.00"]
+    assert rows[0] == ["dp0 tp0", "100", "1.25", "-", "-", "0.75", "-", "-", "-", "2.00"]
+
+
+def test_of_phases_that_go_on_at_the_same_time_the_longer_one_counts() -> None:
+    executor = make_executor()
+    for report in executor.ranks:
+        report.phases.append(PhaseTime("kernels", 3.0))
+        report.phases.append(PhaseTime("KV cache", 1.5))
+        report.phases.append(PhaseTime("CUDA graphs", 1.25))
+
+    rows = lines(startup_table({0: executor}))
+
+    # The graphs are a part of what comes with the KV cache.
+    assert rows[0][-5:] == ["0.75", "3.00", "-", "1.50", "5.75"]
 
 
 def test_the_ranks_table_shows_the_blocks_that_the_replica_uses() -> None:
