@@ -26,8 +26,8 @@ ENTRIES = 256
 _LARGEST = tl.constexpr(LARGEST)
 
 
-def no_edits(rows: LogitRows) -> RowEdits:
-    """Edits that do nothing yet."""
+def no_edits(rows: LogitRows, *, has_changes: bool) -> RowEdits:
+    """Edits that do nothing yet. has_changes: logits will be changed, not only masked."""
     num_rows, width = rows.shape
     num_words = triton.cdiv(width, 32)
     device = rows.logits.device
@@ -35,7 +35,7 @@ def no_edits(rows: LogitRows) -> RowEdits:
         flags=torch.zeros(num_rows, dtype=torch.int32, device=device),
         allowed=torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device),
         changed=torch.zeros((num_rows, num_words), dtype=torch.int32, device=device),
-        replaced=torch.empty((num_rows, width), dtype=torch.float32, device=device),
+        replaced=torch.empty((num_rows if has_changes else 0, width), dtype=torch.float32, device=device),
         num_words=num_words,
         width=width,
     )
@@ -97,7 +97,7 @@ def edit(
     """Apply all stages. Return the edits, and those of them that clients see in raw log-probabilities; None: none."""
     if not batch.changes_logits:
         return None, None
-    edits = no_edits(rows)
+    edits = no_edits(rows, has_changes=batch.bias is not None or batch.penalties is not None)
     raw = None
     if batch.grammar is not None:
         allow(rows, edits, batch.grammar, columns)

@@ -27,7 +27,7 @@ class RowEdits(NamedTuple):
     flags:     [rows] int32; 0: nothing, and the row's other entries are not read
     allowed:   [rows, num_words] int32, bit j of word i for column 32 * i + j: it may be chosen
     changed:   the same shape; its logit is the one in `replaced`
-    replaced:  [rows, width] float32, anything where no bit says so; within LARGEST, or -inf
+    replaced:  [rows, width] float32, anything where no bit says so; within LARGEST, or -inf. No rows: no bit does
     num_words, width: as above
     """
 
