@@ -167,6 +167,31 @@ def _quarters(x, QUADS: tl.constexpr):
     return x0, x1, x2, x3
 
 
+@triton.jit
+def _source(rows_ptr, row, HAS_STATE: tl.constexpr):
+    """Where the parameters of a row stand."""
+    source = row
+    if HAS_STATE:
+        source = tl.load(rows_ptr + row)
+    return source
+
+
+@triton.jit
+def _how_to_draw(
+    temperatures_ptr, seeds_ptr, positions_ptr, stride_temperatures, stride_seeds, stride_positions, row, source,
+    IS_RANDOM: tl.constexpr,
+):  # fmt: skip
+    """Temperature, what logits are divided by, seed and position of a row."""
+    temperature = 0.0
+    seed = row
+    position = row
+    if IS_RANDOM:
+        temperature = tl.load(temperatures_ptr + source * stride_temperatures)
+        seed = tl.load(seeds_ptr + source * stride_seeds)
+        position = tl.load(positions_ptr + row * stride_positions)
+    return temperature, tl.where(temperature == 0.0, 1.0, temperature), seed, position
+
+
 _STRIDES = ["stride_temperatures", "stride_seeds", "stride_positions", "stride_limits"]
 
 
@@ -183,17 +208,13 @@ def _estimate_kernel(
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
     group = tl.arange(0, PIECE // GROUP)
-    source = row
-    if HAS_STATE:
-        source = tl.load(rows_ptr + row)
+    source = _source(rows_ptr, row, HAS_STATE)
     limit = row_limit(limits_ptr, stride_limits, source, first_id, width, HAS_LIMITS)
     flag = row_flag(edits, row, HAS_EDITS)
-    temperature = 0.0
-    if IS_RANDOM:
-        temperature = tl.load(temperatures_ptr + source * stride_temperatures)
-        seed = tl.load(seeds_ptr + source * stride_seeds)
-        position = tl.load(positions_ptr + row * stride_positions)
-    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    temperature, divisor, seed, position = _how_to_draw(
+        temperatures_ptr, seeds_ptr, positions_ptr, stride_temperatures, stride_seeds, stride_positions, row, source,
+        IS_RANDOM,
+    )  # fmt: skip
     inverse = 1.0 / divisor
     kept = -float("inf")
     if HAS_KEPT:
@@ -243,17 +264,13 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)
-    source = row
-    if HAS_STATE:
-        source = tl.load(rows_ptr + row)
+    source = _source(rows_ptr, row, HAS_STATE)
     limit = row_limit(limits_ptr, stride_limits, source, first_id, width, HAS_LIMITS)
     flag = row_flag(edits, row, HAS_EDITS)
-    temperature = 0.0
-    if IS_RANDOM:
-        temperature = tl.load(temperatures_ptr + source * stride_temperatures)
-        seed = tl.load(seeds_ptr + source * stride_seeds)
-        position = tl.load(positions_ptr + row * stride_positions)
-    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    temperature, divisor, seed, position = _how_to_draw(
+        temperatures_ptr, seeds_ptr, positions_ptr, stride_temperatures, stride_seeds, stride_positions, row, source,
+        IS_RANDOM,
+    )  # fmt: skip
     kept = -float("inf")
     if HAS_KEPT:
         kept = tl.load(kept_ptr + row)
