@@ -90,7 +90,7 @@ def test_bad_flags_are_named(
 
 def test_two_real_replicas_find_what_the_simulated_ones_find(tmp_path: Path) -> None:
     service = str(write_service(tmp_path / "steps"))
-    words = ["routing-real", "--service", service, "--requests", "24", "--rate", "20", "--seeds", "1,2"]
+    words = ["routing-real", "--service", service, "--requests", "24", "--rate", "200", "--seeds", "1,2"]
     words += ["--think-s", "0.05"]
     words += ["--policies", "prefix_aware", "--out", str(tmp_path / "r")]
 
