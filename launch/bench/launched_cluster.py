@@ -1,7 +1,8 @@
 """A cluster that a benchmark starts as its operator would, looks at from outside, and stops.
 
-Called by: startup.py, failover.py, torture.py. One thread. When it does not start or stop: BenchError with its last
-words. It is killed when the benchmark leaves in any other way, and its processes go with it.
+Called by: startup.py, failover.py, torture.py, multi_gpu_dp.py, routing/real.py. One thread. When it does not start or
+stop: BenchError with its last words. It is killed when the benchmark leaves in any other way, and its processes go
+with it.
 """
 
 import re

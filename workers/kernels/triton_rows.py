@@ -1,7 +1,8 @@
 """The logits of rows as the sampler's kernels read them: cut at the vocabulary, masked and changed on the way.
 
-Called by: triton_draw.py, triton_filters.py, triton_logprobs.py and triton_edits.py. Nothing is written back: what is
-done to a row stands beside it as bits for each id, and the kernels look at them as they read.
+Called by: the other kernels of the sampler (draw, filters, nucleus, logprobs, edits), workers/fused_sampling.py and
+workers/prompt_logprobs.py. Nothing is written back: what is done to a row stands beside it as bits for each id, and the
+kernels look at them as they read.
 """
 
 from dataclasses import dataclass
