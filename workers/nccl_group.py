@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from .peer_memory import PeerAccessError, PeerMemory
 from .process_group import GROUP_TIMEOUT, ProcessGroupBackedGroup
+from .step_measures import GATHER, ExchangeKernels
+from .symmetric_memory import KERNEL_NAMES as SYMMETRIC_KERNEL_NAMES
 from .symmetric_memory import SymmetricMemory, SymmetricMemoryError
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ never measured. Other sizes: NCCL."""
 TWO_SHOT_BYTES = {2: (1536 << 10, 8 << 20)}
 """By number of ranks, from and up to what length each rank sums its share, and reads the others'; measured, as above.
 Elsewhere: NCCL."""
+NCCL_SUM_KERNELS = ("ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+NCCL_GATHER_KERNELS = ("ncclDevKernel_AllGather", "ncclKernel_AllGather")
+"""What a profiler calls NCCL's kernels, those of today and those before NCCL 2.19."""
 
 
 class OneShot:
@@ -55,6 +60,11 @@ class OneShot:
         """Let go of the peers' memory. Idempotent."""
         self._memory.close()
 
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """What a profiler calls the kernel."""
+        return self._kernel.KERNEL_NAMES
+
 
 class NcclGroup(ProcessGroupBackedGroup):
     """See the module. one_shot, symmetric: None: not for these ranks."""
@@ -78,6 +88,16 @@ class NcclGroup(ProcessGroupBackedGroup):
     @property
     def can_be_recorded(self) -> bool:
         return True
+
+    @property
+    def exchange_kernels(self) -> ExchangeKernels:
+        """By way, what a profiler calls the kernels of all exchanges that this group has."""
+        return {
+            **({"one-shot": self.one_shot.kernel_names} if self.one_shot is not None else {}),
+            **({"two-shot": SYMMETRIC_KERNEL_NAMES} if self.symmetric is not None else {}),
+            "nccl": NCCL_SUM_KERNELS,
+            GATHER: NCCL_GATHER_KERNELS,
+        }
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.one_shot is not None and x.nbytes <= self._one_shot_max_bytes and x.is_floating_point():

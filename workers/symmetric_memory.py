@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+KERNEL_NAMES = ("two_shot_all_reduce_kernel", "one_shot_all_reduce_kernel")
+"""What a profiler calls the kernels; the copies into the buffer and out of it are kernels of their own."""
 _ALIGNMENT = 16
 """Bytes that a kernel moves at once; each rank's share of a sum must be whole ones."""
 _numbers = itertools.count()

@@ -1,9 +1,9 @@
 """`cluster-bench multi-gpu`: what several ranks give: the same tokens, how much faster, and what a sum over them costs.
 
 Called by: cli.py. In one go: tensor parallel widths offline (greedy tokens against the first width, sums over the ranks
-by every way there is, workloads of offline_workload.py), then data parallel widths through `cluster-launch` and its
-front end, then what the death of a rank costs. On CPU ranks it measures nothing of interest, and shows that all of it
-works.
+by every way there is, workloads of offline_workload.py, then step by step the time in sums and beside the ranks), then
+data parallel widths through `cluster-launch` and its front end, then what the death of a rank costs. On CPU ranks it
+measures nothing of interest, and shows that all of it works.
 """
 
 import argparse
@@ -17,22 +17,25 @@ import msgspec
 
 from ...shm.errors import ConfigError
 from ...workers.transformer_config import read_transformer_config
-from . import failover
+from . import failover, step_tables
 from .failover import FailoverRun, measure_failover
 from .multi_gpu_dp import DataParallelRun, ServePlan, completion_texts, measure_data_parallel
+from .multi_gpu_steps import StepsPlan, measure_steps
 from .multi_gpu_tp import AllReduceRow, greedy_tokens_and_sums
 from .offline import OfflineResult, add_offline_arguments, group_runs, measure_offline, spread_of_wall
 from .offline_workload import make_workload
 from .options import positive, positive_list
 from .progress import Progress
 from .report import ReportWriter, Table, show_number
+from .step_rows import HostRow, SumRow
 from .word_tokenizer import with_word_tokenizer
 
 NAME = "multi-gpu"
 HELP = "several ranks and replicas: same tokens, speed by width, the cost of a sum over the ranks"
 EXACTNESS_WORKLOAD = "8x24-32:greedy"
-PARTS = ("ranks", "texts", "offline", "served", "deaths")
-"""Tokens and sums by tensor parallel width; texts by data parallel width; the workloads of either; deaths."""
+PARTS = ("ranks", "texts", "offline", "steps", "served", "deaths")
+"""Tokens and sums by tensor parallel width; texts by data parallel width; the workloads of either, and between them
+the steps of the former; deaths."""
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 
 
@@ -46,11 +49,18 @@ class WidthCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiGpuResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured. offline: by tensor parallel width; deaths: None with a single replica."""
+    """All that was measured.
+
+    offline:             by tensor parallel width
+    step_sums, step_host: of steps, by tensor parallel width and load
+    deaths:              None with a single replica
+    """
 
     checks: list[WidthCheck]
     sums: list[AllReduceRow]
     offline: dict[str, OfflineResult]
+    step_sums: list[SumRow] = []
+    step_host: list[HostRow] = []
     data_parallel: list[DataParallelRun]
     deaths: FailoverRun | None = None
 
@@ -74,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="offline, may be repeated (single, nano)")  # fmt: skip
     parser.add_argument("--sizes", type=positive_list, default=SIZES, metavar="BYTES,...",
                         help="of the sums that are timed")  # fmt: skip
+    parser.add_argument("--step-requests", type=positive_list, default=(1, 256), metavar="N,...",
+                        help="running requests, step by step (1,256)")  # fmt: skip
+    parser.add_argument("--steps", type=positive, default=64, metavar="N",
+                        help="in each measurement of steps (64)")  # fmt: skip
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="runs (3)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto: GPUs if there are any")  # fmt: skip
@@ -97,15 +111,23 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}", f"there is no config.json in {folder}")
     parts = arguments.part or PARTS
     num_tp, num_dp = len(arguments.tp), len(arguments.dp)
-    lengths = {"ranks": num_tp, "texts": num_dp, "offline": num_tp, "served": num_dp, "deaths": 1}
+    lengths = {"texts": num_dp, "served": num_dp, "deaths": 1}
+    lengths |= dict.fromkeys(("ranks", "offline", "steps"), num_tp)
     with Progress(NAME, sum(lengths[part] for part in set(parts))) as progress:
         checks, sums = _check_tensor_parallel(arguments, progress) if "ranks" in parts else ([], [])
         checks += _check_data_parallel(arguments, progress) if "texts" in parts else []
         offline = _measure_offline(arguments, progress) if "offline" in parts else {}
+        step_sums, step_host = _measure_steps(arguments, progress) if "steps" in parts else ([], [])
         data_parallel = _measure_data_parallel(arguments, progress) if "served" in parts else []
         deaths = _measure_deaths(arguments, progress) if "deaths" in parts else None
     result = MultiGpuResult(
-        checks=checks, sums=sums, offline=offline, data_parallel=data_parallel, deaths=deaths
+        checks=checks,
+        sums=sums,
+        offline=offline,
+        step_sums=step_sums,
+        step_host=step_host,
+        data_parallel=data_parallel,
+        deaths=deaths,
     )
     writer.finish(
         benchmark="multi-gpu: several ranks and replicas of one host",
@@ -135,6 +157,7 @@ def make_tables(result: MultiGpuResult) -> list[Table]:
         ),
         *_sum_tables(result.sums),
         _offline_table(result.offline),
+        *step_tables.make_tables(result.step_sums, result.step_host),
         _data_parallel_table(result.data_parallel),
         *([] if result.deaths is None else failover.make_tables(result.deaths)),
     ]
@@ -272,6 +295,27 @@ def _measure_offline(arguments: argparse.Namespace, progress: Progress) -> dict[
         results[str(width)] = result
         progress.advance()
     return results
+
+
+def _measure_steps(arguments: argparse.Namespace, progress: Progress) -> tuple[list[SumRow], list[HostRow]]:
+    plan = StepsPlan(
+        requests=arguments.step_requests, prompt_len=arguments.input_len, num_steps=arguments.steps
+    )
+    sums: list[SumRow] = []
+    host: list[HostRow] = []
+    for width in arguments.tp:
+        progress.say(f"steps, tp {width}")
+        measures = measure_steps(
+            arguments.speed_model or arguments.model,
+            width,
+            plan,
+            device=arguments.device,
+            has_dummy_weights=arguments.speed_model is not None,
+        )
+        sums += measures.sums
+        host += measures.host
+        progress.advance()
+    return sums, host
 
 
 def _measure_data_parallel(arguments: argparse.Namespace, progress: Progress) -> list[DataParallelRun]:

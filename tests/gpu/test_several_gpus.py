@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
+from phalanx.launch.bench.multi_gpu_steps import StepsPlan, measure_steps
 from support.collective_checks import DTYPES, HOOK, SumsReport
 from support.launch import Cluster, running_cluster
 from support.tiny_models import TRAINED, write_tiny_llama
@@ -163,3 +164,16 @@ def stream_all(cluster: Cluster, strike: Callable[[], None] = lambda: None) -> l
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return list(pool.map(stream, range(len(PROMPTS))))
+
+
+def test_a_profile_of_the_steps_has_every_sum() -> None:
+    plan = StepsPlan(requests=(1, 8), prompt_len=64, num_steps=16, num_recorded=6)
+
+    measures = measure_steps(str(TRAINED), 2, plan, device="cuda", has_dummy_weights=False)
+
+    assert [row.problem for row in measures.sums] == [""] * 6
+    # Two in each of the two layers, and one of the embedding: in replayed graphs as in steps with prompts.
+    assert {row.num_sums for row in measures.sums} == {5}
+    assert all(set(row.ways) <= {"one-shot", "two-shot", "nccl"} for row in measures.sums)
+    assert all(0 < row.least_us <= row.us and 0 <= row.overlap <= 1 for row in measures.sums)
+    assert all(row.device_us.min > 0 and row.idle_us.min >= 0 for row in measures.host)

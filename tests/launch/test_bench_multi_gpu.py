@@ -74,7 +74,7 @@ def test_one_run_on_cpu_ranks(tmp_path: Path) -> None:
     stem = tmp_path / "result"
     words = ["multi-gpu", "--model", str(TRAINED), "--device", "cpu", "--workload", "2x8-8"]
     words += ["--sizes", "4096,65536", "--repetitions", "1", "--num-requests", "4", "--concurrency", "4"]
-    words += ["--api-servers", "1"]
+    words += ["--api-servers", "1", "--steps", "5", "--step-requests", "1,2"]
     words += ["--input-len", "16", "--output-len", "8", "--out", str(stem)]
 
     assert main(words) == 0
@@ -84,4 +84,11 @@ def test_one_run_on_cpu_ranks(tmp_path: Path) -> None:
     assert len(found["checks"]) == 4
     assert {row["way"] for row in found["sums"]} == {"as served (shm)", "gloo"}
     assert all(row["is_exact"] and row["has_equal_bits"] and row["us"] > 0 for row in found["sums"])
+    assert {(row["width"], row["num_requests"]) for row in found["step_host"]} == {
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    }
+    assert [row["num_sums"] for row in found["step_sums"]] == 6 * [0] + 6 * [5]
     assert all(run["num_failed"] == 0 and run["output_tokens_per_s"] > 0 for run in found["data_parallel"])
