@@ -1,8 +1,8 @@
 """One tensor parallel width, step by step: time in sums over the ranks, and what a step costs beside the ranks.
 
 Called by: multi_gpu.py, in its process. An engine core here feeds the executor that serves, whose workers are the ones
-that serve with clocks in them (workers/measured_worker.py): width 1 is a process with one rank, too. For each number of
-running requests, one measurement after the other:
+that serve with clocks in them (workers/measured_worker.py); width 1 is a process with one rank. For each number of
+running requests:
 
     decode steps, each waited for before the next     the executor's share
     decode steps, as many in flight as serving has    how much of it the device hides
@@ -16,6 +16,8 @@ Raises ConfigError, BenchError, ProcessError.
 import random
 import time
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -39,6 +41,8 @@ from .timed_executor import TimedExecutor
 
 MAX_PROMPTS_IN_STEP = 64
 _NUM_WARM_UP = 4
+_PROMPT_TOKENS_IN_STEP = 1024
+"""A step takes at least so many while requests are begun."""
 _NUM_CODED = 8
 """Times that each of the kept frames is encoded and decoded again."""
 _HOOK_TIMEOUT_S = 120.0
@@ -61,9 +65,10 @@ class StepsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output_len(self) -> int:
-        """Tokens that a running request makes in all measurements, and some that it does not come to."""
-        num_measured = 2 * (self.num_steps + NUM_SKIPPED) + 3 * (self.num_recorded + NUM_SKIPPED)
-        return num_measured + 8 * _NUM_WARM_UP
+        """Tokens that a running request makes while others are begun and all are measured, and some more."""
+        num_begun = max(self.requests) * self.prompt_len // _PROMPT_TOKENS_IN_STEP
+        num_measured = max(2 * (self.num_steps + NUM_SKIPPED), 3 * (self.num_recorded + NUM_SKIPPED))
+        return num_begun + num_measured + 8 * _NUM_WARM_UP
 
 
 class StepMeasures(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,19 +118,23 @@ def measure_steps(
     host: list[HostRow] = []
     try:
         core = EngineCore(config, executor, executor.start())
+        # A profiler leaves traces in its process: first what is measured without one.
         for num_requests in plan.requests:
-            load = _Load(core, executor, config, plan, num_requests)
-            load.begin()
-            host.append(load.measure_host())
-            sums += load.measure_sums(transformer.num_hidden_layers)
-            load.end()
+            with _Load(core, executor, config, plan, num_requests, name="host") as load:
+                host.append(load.measure_host())
+        for num_requests in plan.requests:
+            with _Load(core, executor, config, plan, num_requests, name="sums") as load:
+                sums += load.measure_sums(transformer.num_hidden_layers)
     finally:
         executor.close(reason="measured")
     return StepMeasures(sums=sums, host=host)
 
 
 class _Load:
-    """So many running requests, and prompts beside them when wanted."""
+    """So many running requests, and prompts beside them when wanted. Inside the `with` block all of them decode.
+
+    name: begins its requests' names; no two loads of one engine core have the same
+    """
 
     def __init__(
         self,
@@ -134,18 +143,20 @@ class _Load:
         config: EngineConfig,
         plan: StepsPlan,
         num_requests: int,
+        *,
+        name: str,
     ) -> None:
         self._core = core
         self._executor = executor
         self._plan = plan
         self._num_requests = num_requests
+        self._name = name
         self._rng = random.Random(num_requests)
         self._num_added = 0
         room = config.scheduler.max_num_batched_tokens - num_requests
         self._max_prompts = max(1, min(MAX_PROMPTS_IN_STEP, room // plan.prompt_len))
 
-    def begin(self) -> None:
-        """Bring all requests to their decoding. Raises BenchError when they do not all fit."""
+    def __enter__(self) -> Self:
         for _ in range(self._num_requests):
             self._add(self._plan.output_len)
         while (stats := self._core.stats()).num_waiting or stats.num_prefill_tokens:
@@ -154,6 +165,15 @@ class _Load:
                 break
         self._run(_NUM_WARM_UP, num_prompts=0)
         self._check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._core.abort_requests([self._request_id(number) for number in range(self._num_added)])
+            while self._core.has_work:
+                self._core.step()
 
     def measure_host(self) -> HostRow:
         """Measure decode steps one by one, then as many in flight as the engine has."""
@@ -192,12 +212,6 @@ class _Load:
             )
         self._check()
         return rows
-
-    def end(self) -> None:
-        """Leave nothing behind."""
-        self._core.abort_requests([self._request_id(number) for number in range(self._num_added)])
-        while self._core.has_work:
-            self._core.step()
 
     def _measure(self, num_steps: int, *, with_sums: bool, num_prompts: int = 0) -> list[RankMeasures]:
         """Run steps between the hooks; returns what the ranks say, by tp_rank. Raises BenchError."""
@@ -241,7 +255,7 @@ class _Load:
         self._num_added += 1
 
     def _request_id(self, number: int) -> str:
-        return f"steps-{self._num_requests}-{number}"
+        return f"{self._name}-{self._num_requests}-{number}"
 
     def _check(self) -> None:
         stats = self._core.stats()
