@@ -17,7 +17,7 @@ import msgspec
 
 from ...shm.errors import ConfigError
 from ...workers.transformer_config import read_transformer_config
-from . import failover, step_tables
+from . import failover, replica_watch, step_tables
 from .failover import FailoverRun, measure_failover
 from .multi_gpu_dp import DataParallelRun, ServePlan, completion_texts, measure_data_parallel
 from .multi_gpu_steps import StepsPlan, measure_steps
@@ -159,6 +159,9 @@ def make_tables(result: MultiGpuResult) -> list[Table]:
         _offline_table(result.offline),
         *step_tables.make_tables(result.step_sums, result.step_host),
         _data_parallel_table(result.data_parallel),
+        replica_watch.make_table(
+            {f"dp {one.width}, run {one.run + 1}": one.replicas for one in result.data_parallel}
+        ),
         *([] if result.deaths is None else failover.make_tables(result.deaths)),
     ]
     return [table for table in tables if table.rows]

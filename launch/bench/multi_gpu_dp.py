@@ -17,8 +17,11 @@ from ...workers.transformer_config import read_transformer_config
 from .errors import BenchError
 from .launched_cluster import LaunchedCluster
 from .offline_workload import OfflineWorkload
+from .replica_watch import ReplicaLoad, ReplicaWatch
 
 SERVE_TIMEOUT_S = 540.0
+NUM_WARM_UP = 4
+"""Requests of each client before those that are measured; replicas do not tell them apart."""
 _MAX_LAST_WORDS = 2000
 
 
@@ -39,6 +42,7 @@ class DataParallelRun(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: by the time of the client that took longest
     ttft_p50_ms:         median of the clients' medians
     ready_s:             of the cluster's start
+    replicas:            what each of them had to do, the clients' NUM_WARM_UP requests included
     """
 
     width: int
@@ -47,6 +51,7 @@ class DataParallelRun(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ms: float
     num_failed: int
     ready_s: float
+    replicas: list[ReplicaLoad] = []
 
 
 class _Latency(msgspec.Struct, frozen=True):
@@ -99,9 +104,15 @@ def measure_data_parallel(
                 [*_load_command(cluster.url, plan, vocab_size, seed), "--out", str(scratch / f"client{seed}")]
                 for seed in seeds
             ]
-            with ThreadPoolExecutor(width) as pool:
+            with ReplicaWatch(cluster.url, width) as watch, ThreadPoolExecutor(width) as pool:
                 list(pool.map(_run_load, commands))
-            loads.append([_read_load(scratch / f"client{seed}.json") for seed in seeds])
+            runs = [_read_load(scratch / f"client{seed}.json") for seed in seeds]
+            num_output_tokens = sum(run.num_output_tokens for run in runs)
+            replicas = watch.loads(
+                num_output_tokens=num_output_tokens + width * NUM_WARM_UP * plan.output_len,
+                output_len=plan.output_len,
+            )
+            loads.append((runs, replicas))
     return [
         DataParallelRun(
             width=width,
@@ -111,8 +122,9 @@ def measure_data_parallel(
             ttft_p50_ms=statistics.median(run.ttft.p50 for run in runs),
             num_failed=sum(run.num_requests - run.num_completed for run in runs),
             ready_s=cluster.ready_s,
+            replicas=replicas,
         )
-        for number, runs in enumerate(loads)
+        for number, (runs, replicas) in enumerate(loads)
     ]
 
 
@@ -120,7 +132,8 @@ def _load_command(url: str, plan: ServePlan, vocab_size: int, seed: int) -> list
     command = [sys.executable, "-m", "phalanx.launch.bench", "serve", "--url", f"dp={url}"]
     command += ["--num-requests", str(plan.num_requests), "--concurrency", str(plan.concurrency)]
     command += ["--input-len", str(plan.input_len), "--output-len", str(plan.output_len)]
-    return [*command, "--repetitions", "1", "--vocab-size", str(vocab_size), "--seed", str(seed)]
+    command += ["--repetitions", "1", "--warmup", str(NUM_WARM_UP)]
+    return [*command, "--vocab-size", str(vocab_size), "--seed", str(seed)]
 
 
 def _run_load(command: list[str]) -> None:

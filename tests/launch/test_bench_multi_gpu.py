@@ -8,7 +8,7 @@ import pytest
 from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.launch.bench.cli import main
 from phalanx.launch.bench.multi_gpu import MultiGpuResult, WidthCheck, make_tables
-from phalanx.launch.bench.multi_gpu_dp import DataParallelRun
+from phalanx.launch.bench.multi_gpu_dp import NUM_WARM_UP, DataParallelRun
 from phalanx.launch.bench.multi_gpu_tp import AllReduceRow, RankTiming, _merge
 from phalanx.launch.bench.word_tokenizer import with_word_tokenizer
 from support.tiny_models import TRAINED
@@ -92,3 +92,6 @@ def test_one_run_on_cpu_ranks(tmp_path: Path) -> None:
     }
     assert [row["num_sums"] for row in found["step_sums"]] == 6 * [0] + 6 * [5]
     assert all(run["num_failed"] == 0 and run["output_tokens_per_s"] > 0 for run in found["data_parallel"])
+    for run in found["data_parallel"]:
+        assert sum(load["num_requests"] for load in run["replicas"]) == (4 + NUM_WARM_UP) * run["width"]
+        assert [load["dp_rank"] for load in run["replicas"]] == list(range(run["width"]))

@@ -10,7 +10,6 @@ A request that fails ends the benchmark: BenchError.
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Mapping
 
@@ -20,6 +19,7 @@ from ....cluster.step_cost import StepWork
 from ..errors import BenchError
 from ..http_client import HttpClient
 from ..openai_client import OpenAIClient
+from ..replica_watch import parse_series
 from ..steady_load import LOWEST_TOKEN_ID, VOCAB_SIZE
 from .load import Load, SimRequest, turns
 
@@ -164,15 +164,7 @@ async def read_counts(http: HttpClient) -> dict[int, ReplicaCounts]:
 
 def parse_counts(text: str) -> dict[int, ReplicaCounts]:
     """Read the replicas' counts out of Prometheus's text. Pure. Raises BenchError when a series is missing."""
-    found: dict[int, dict[str, float]] = {}
-    for field, series in _SERIES.items():
-        for rank, value in re.findall(rf'^{series}\{{[^}}]*dp_rank="(\d+)"[^}}]*\}} (\S+)$', text, re.M):
-            number = float(value)
-            found.setdefault(int(rank), {})[field] = int(number) if number.is_integer() else number
-    try:
-        return {rank: msgspec.convert(fields, ReplicaCounts) for rank, fields in sorted(found.items())}
-    except msgspec.ValidationError as error:
-        raise BenchError(f"the metrics of the server lack a series: {error}") from None
+    return parse_series(text, _SERIES, ReplicaCounts)
 
 
 async def wait_replicas(http: HttpClient, num_replicas: int) -> dict[int, ReplicaCounts]:
