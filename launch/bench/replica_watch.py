@@ -22,6 +22,7 @@ from .report import Table, show_number
 T = TypeVar("T")
 
 ASK_EVERY_S = 0.1
+MAX_SAMPLES = 40
 SETTLE_TIMEOUT_S = 10.0
 """Replicas report what they did when they come to rest, a moment after the last answer."""
 _ASK_TIMEOUT_S = 5.0
@@ -62,7 +63,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     prompt_step_tokens:       of prompts in a step, median over the pairs of samples between which there were prompts
     prompt_s:                 between such pairs
     busy_s:                   with a step in flight
-    samples:                  of the run, counters as they stood
+    samples:                  of the run, counters as they stood; about MAX_SAMPLES of them, in even steps
     """
 
     dp_rank: int
@@ -190,7 +191,7 @@ def load_of(dp_rank: int, samples: Sequence[ReplicaSample], *, output_len: int) 
         prompt_s=sum(after.at_s - before.at_s for before, after in with_prompts),
         num_preemptions=last.num_preemptions - first.num_preemptions,
         busy_s=last.busy_s - first.busy_s,
-        samples=list(samples),
+        samples=list(samples[:: -(-len(samples) // MAX_SAMPLES)]),
     )
 
 

@@ -1,12 +1,43 @@
 """What a benchmark reads of the replicas in the cluster's metrics."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import msgspec
 import pytest
 
 from phalanx.launch.bench.errors import BenchError
-from phalanx.launch.bench.replica_watch import ReplicaSample, load_of, make_table, parse_samples
+from phalanx.launch.bench.replica_watch import ReplicaSample, ReplicaWatch, load_of, make_table, parse_samples
 from phalanx.launch.metrics import ServerMetrics
+from support.children import wait_until
 from support.server import make_stats
+
+
+@contextmanager
+def serve_metrics(render: Callable[[], bytes]) -> Iterator[str]:
+    """Answer every question with what `render` gives then; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = render()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def sample(at_s: float, **fields: float) -> ReplicaSample:
@@ -57,3 +88,32 @@ def test_the_servers_own_metrics_are_understood() -> None:
         1.5, 3, 2, 70, 0.5,
     )  # fmt: skip
     assert (second.output_tokens, second.num_steps, second.num_preemptions) == (9, 4, 1)
+
+
+def test_a_watch_waits_until_all_replicas_have_told_of_all_tokens() -> None:
+    asked: list[int] = []
+
+    def render() -> bytes:
+        number = len(asked)
+        asked.append(number)
+        # The second replica is not heard of at first, and later reports than the other.
+        stats = {0: make_stats(num_output_tokens_total=7 + min(16, 8 * number), num_running=number % 3)}
+        if number:
+            stats[1] = msgspec.structs.replace(
+                make_stats(num_output_tokens_total=24 if number > 8 else 0), dp_rank=1
+            )
+        return ServerMetrics("m", lambda: stats, lambda: 2).render()
+
+    with serve_metrics(render) as url:
+        with ReplicaWatch(url, 2) as watch:
+            wait_until(lambda: len(asked) > 3, timeout_s=30.0, what="a few questions")
+        loads = watch.loads(num_output_tokens=8 + 24, output_len=8)
+
+    assert [(load.dp_rank, load.num_requests) for load in loads] == [(0, 1.0), (1, 3.0)]
+
+
+def test_of_many_samples_some_are_kept() -> None:
+    load = load_of(0, [sample(0.1 * number, num_steps=number) for number in range(100)], output_len=8)
+
+    assert load.num_steps == 99
+    assert [one.num_steps for one in load.samples] == list(range(0, 100, 3))
