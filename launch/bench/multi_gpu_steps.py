@@ -199,7 +199,19 @@ class _Load:
             kinds[f"{self._max_prompts} prompts of {self._plan.prompt_len}"] = self._max_prompts
         rows = []
         for kind, num_prompts in kinds.items():
-            ranks = self._measure(self._plan.num_recorded, with_sums=True, num_prompts=num_prompts)
+            try:
+                ranks = self._measure(self._plan.num_recorded, with_sums=True, num_prompts=num_prompts)
+            except BenchError as error:
+                # A profiler that this machine does not have must not take the other numbers along.
+                rows.append(
+                    SumRow(
+                        width=len(self._core.report.ranks),
+                        num_requests=self._num_requests,
+                        kind=kind,
+                        problem=str(error),
+                    )
+                )
+                continue
             rows.append(
                 sum_row(
                     ranks,

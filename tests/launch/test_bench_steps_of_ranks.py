@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.launch.bench import multi_gpu_steps
 from phalanx.launch.bench.multi_gpu_steps import StepsPlan, measure_steps
 from phalanx.launch.bench.stats import summarize
 from phalanx.launch.bench.step_rows import NUM_SKIPPED, host_row, host_share, sum_row
@@ -184,3 +185,20 @@ def test_too_many_steps_for_the_model_are_refused() -> None:
         measure_steps(
             str(TRAINED), 1, StepsPlan(requests=(1,), prompt_len=2000), device="cpu", has_dummy_weights=False
         )
+
+
+def test_ranks_that_cannot_record_leave_the_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An argument that the hook does not understand fails on every rank, as a profiler does that must not be used.
+    plan = StepsPlan(requests=(1,), prompt_len=8, num_steps=3, num_recorded=3)
+    real = multi_gpu_steps.MeasurePlan
+
+    def refuse_sums(*, max_steps: int, with_sums: bool) -> object:
+        return "no plan" if with_sums else real(max_steps=max_steps, with_sums=with_sums)
+
+    monkeypatch.setattr(multi_gpu_steps, "MeasurePlan", refuse_sums)
+
+    measures = measure_steps(str(TRAINED), 1, plan, device="cpu", has_dummy_weights=False)
+
+    assert len(measures.host) == 1
+    assert [row.num_sums for row in measures.sums] == [0, 0, 0]
+    assert all("rank 0 does not measure its steps" in row.problem for row in measures.sums)
