@@ -1,4 +1,4 @@
-"""Ordered 8-byte words in shared memory, and the futex that waits for one to change.
+"""Ordered 8-byte words in shared memory, the futex that waits for one to change, and the kernel's barrier for all.
 
 Called by: the ring buffer and the status board, in every process and thread that shares a segment.
 Invariant: every word has one writer, so loads and stores are enough; no read-modify-write is needed.
@@ -19,9 +19,16 @@ something (a reader's cursor) is not seen before that look is over.
 * anything else: `map_words` refuses.
 
 A store followed by a load of *another* word is ordered on neither machine ("is anybody asleep?" asked after
-publishing may be answered from before). Nobody asks that here: a writer always calls `futex_wake`, and the kernel's
-own full barriers close that race: one in FUTEX_WAKE between the caller's stores and its look at the queue of sleepers,
-one in FUTEX_WAIT between queueing the caller and its look at the word. The same holds for an eventfd.
+publishing may be answered from before). There are two ways out, both by full barriers in system calls:
+
+* Publish, and always wake. FUTEX_WAKE has one between the caller's stores and its look at the queue of sleepers,
+  FUTEX_WAIT one between queueing the caller and its look at the word.
+* Publish, look at a flag, and wake only when it is up. Who wants to sleep raises its flag and has the kernel give a
+  barrier to everybody (`Membarrier`) before it looks for the last time. Whatever a publisher is just doing, the barrier
+  falls somewhere into it: behind its store, which is then seen by that last look; or before it, and then the look at
+  the flag, which comes after the store, sees it raised. So the side that runs often pays nothing.
+
+An eventfd needs neither: its count is changed and read under one lock, so who has read it sees what was stored before.
 
 When the peer dies: a word keeps its value, and a sleeper is not woken. Who sleeps does so in short slices
 and looks at its peer in between.
@@ -44,6 +51,9 @@ _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _ALL_SLEEPERS = 2**31 - 1
 _FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_MEMBARRIER_SYSCALLS = {"x86_64": 324, "aarch64": 283}
+_GLOBAL_EXPEDITED = 1 << 1
+_REGISTER_GLOBAL_EXPEDITED = 1 << 2
 _ACQUIRE = 2
 _RELEASE = 3
 _U32_MASK = 0xFFFF_FFFF
@@ -189,6 +199,28 @@ class Futex:
             problem = ctypes.get_errno()
             raise TransportError(f"futex wake failed: {errno.errorcode.get(problem, problem)}")
         return result
+
+
+class Membarrier:
+    """The kernel's full barrier for all running threads of all processes that have ever made one of these.
+
+    A thread that does not run has passed one when it was stopped. No state; any thread may call any method.
+    is_available: False where the kernel has none (before Linux 4.16), or a filter of system calls forbids it
+    """
+
+    def __init__(self) -> None:
+        # As a wake: short, and not worth handing the interpreter's lock over.
+        self._call = ctypes.PyDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._number = ctypes.c_long(_MEMBARRIER_SYSCALLS[platform.machine()])
+        # Barriers of others reach this process from here on, as long as it lives.
+        self.is_available = self._call(self._number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0
+
+    def issue(self) -> None:
+        """Return when all have passed a barrier, this thread too: some microseconds. Raises TransportError."""
+        if self._call(self._number, _GLOBAL_EXPEDITED, 0, 0) != 0:
+            problem = ctypes.get_errno()
+            raise TransportError(f"membarrier failed: {errno.errorcode.get(problem, problem)}")
 
 
 class _Timespec(ctypes.Structure):

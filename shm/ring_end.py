@@ -4,18 +4,24 @@ Called by: ring_buffer.py; one thread per end. Whoever publishes (a writer a rec
 back) does the same two steps, and whoever waits the same two, so that one argument covers both directions.
 
   publish                              wait
-    1  store word    (release)           3  load word    (acquire); its cursor moved: done; closed: raise
-    2  wake          (system call)       4  sleep unless the word has changed since (system call)
-  close: the same, with the bit for "closed" set beside the cursor
+    1  store word    (release)           4  raise the own flag
+    2  load the flags of the others      5  barrier for all (system call)
+    3  wake, when one is up              6  load word    (acquire); its cursor moved: done; closed: raise
+       (system call)                     7  sleep unless the word has changed since (system call); go to 6
+                                         8  when it is over, lower the own flag
+  close: as publish, with the bit for "closed" set beside the cursor, and always with the system call
 
-No wake-up is lost: either the kernel sees in 4 what 1 has stored and does not sleep, or it queued the sleeper before
-it looked at the word, and 2, which stands behind 1, finds it in the queue. That "or" is the kernel's: each of the two
-system calls has a full barrier between its write (the word; the queue) and its read (the queue; the word). This is
-why publishing always makes the system call: a flag "somebody sleeps" in plain memory would need that barrier too, and
-there is none to be had from here that costs less. And a closing is never seen before the last record: they are one
-word.
+No wake-up is lost. The barrier of 5 falls somewhere into what a publisher does. Behind 1: then 6 and 7 see what was
+stored. Before 1: then 2 sees the flag. Where 3 is done, either the kernel sees in 7 what 1 has stored and does not
+sleep, or it queued the sleeper before it looked at the word, and 3, which stands behind 1, finds it in the queue: each
+of the two system calls has a full barrier between its write (the word; the queue) and its read (the queue; the word).
+So an end that never sleeps costs nobody a system call, and the barrier is paid by who has time: it is about to sleep.
+Without 5 the flag would lose wake-ups on x86-64, too. And a closing is never seen before the last record: they are
+one word.
 
-What each machine needs for 1 and 3 stands in ordering.py. tests/support/ring_model.py is this list as a program
+Where there is no barrier for all, nobody does 4, 5 and 8: all flags are up for ever (ring_layout.py).
+
+What each machine needs for 1 and 6 stands in ordering.py. tests/support/ring_model.py is this list as a program
 for a model of both machines, and breaks when any of it is left out.
 
 When the peer dies: a wait looks every 0.25 s at `is_peer_alive` and raises QueueClosedError. What was published
@@ -24,19 +30,24 @@ before can still be read.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from .errors import ProtocolError, QueueClosedError
-from .ordering import CACHE_LINE_BYTES, Futex, Words, map_words
+from .errors import ProtocolError, QueueClosedError, TransportError
+from .ordering import CACHE_LINE_BYTES, Futex, Membarrier, NativeWords, Words, map_words
 from .ring_layout import (
     CLOSED,
     CURSOR_MASK,
+    HAS_FLAGS,
     MAGIC,
+    WRITER_FLAG,
     WRITER_WORD,
+    flags_bytes,
     lines_bytes,
     max_record_bytes,
+    reader_flag,
     reader_word,
     ring_bytes,
 )
@@ -59,20 +70,34 @@ def always_alive() -> bool:
     return True
 
 
+def _any_flag(flags: Words, indices: Sequence[int]) -> Callable[[], int]:
+    """Return the question whether any of `flags` is up."""
+    if len(indices) == 1:
+        return partial(flags.load, indices[0])
+    return lambda: any(map(flags.load, indices))
+
+
 class RingEnd:
     """One end of a ring. Owns the segment.
 
     reader: index of this reader, or None for the writer
+
+    Raises ProtocolError for a segment without a ring, TransportError where this process may not do what the ring's
+    maker can (barriers for all).
     """
 
     def __init__(self, segment: SharedSegment, reader: int | None, is_peer_alive: Callable[[], bool]) -> None:
         head = map_words(segment.buffer[:CACHE_LINE_BYTES])
         magic, self.capacity, self.num_readers = head.load(0), head.load(1), head.load(2)
+        has_flags = head.load(HAS_FLAGS)
         head.close()
         if magic != MAGIC or segment.size != ring_bytes(self.capacity, self.num_readers):
             raise ProtocolError("the segment does not hold a ring")
         if reader is not None and not 0 <= reader < self.num_readers:
             raise ValueError(f"reader {reader} of {self.num_readers}")
+        self._membarrier = Membarrier() if has_flags else None
+        if self._membarrier is not None and not self._membarrier.is_available:
+            raise TransportError("membarrier: forbidden in this process, and the ring was made for it")
         num_line_bytes = lines_bytes(self.num_readers)
         self.max_record_bytes = max_record_bytes(self.capacity)
         self._segment = segment
@@ -86,6 +111,15 @@ class RingEnd:
         self._futex = Futex()
         self._own = WRITER_WORD if reader is None else reader_word(reader)
         self._wake = self._futex.waker(self._words.address(self._own))
+        first_flag = num_line_bytes - flags_bytes(self.num_readers)
+        # Plain on every machine: what orders them is the barrier for all.
+        self._flags = NativeWords(segment.buffer[first_flag:num_line_bytes])
+        if reader is None:
+            self._own_flag = WRITER_FLAG
+            self._is_awaited = _any_flag(self._flags, [reader_flag(i) for i in range(self.num_readers)])
+        else:
+            self._own_flag = reader_flag(reader)
+            self._is_awaited = _any_flag(self._flags, [WRITER_FLAG])
         self._cursor = self._load(self._own) & CURSOR_MASK
         self._spin_rounds = _MIN_SPIN_ROUNDS
         self._is_closed = False
@@ -101,36 +135,45 @@ class RingEnd:
         self._store(self._own, self._cursor | CLOSED)
         self._wake()
         self._words.close()
+        self._flags.close()
         self._headers.release()
         self._data.release()
         self._segment.close()
 
     def _advance(self, cursor: int) -> None:
-        """Make `cursor` visible to the other side, and wake it: steps 1 and 2."""
+        """Make `cursor` visible to the other side, and wake who sleeps: steps 1 to 3."""
         self._cursor = cursor
         self._store(self._own, cursor)
-        self._wake()
+        if self._is_awaited():
+            self._wake()
 
     def _wait_past(self, word_index: int, seen_cursor: int, deadline_at: float) -> int | None:
         """Wait until the owner of a word moves its cursor on from `seen_cursor`; return where to.
 
-        Looks for a while first, then sleeps: steps 3 and 4. Returns None when the deadline passed. Raises
+        Looks for a while first, then sleeps: steps 4 to 8. Returns None when the deadline passed. Raises
         QueueClosedError when the owner has closed, or the peer is dead, and its cursor stands still: what it wrote
         last is never lost.
         """
         load = self._load
         if not self._spin(word_index, seen_cursor):
             began_at = time.monotonic()
-            while load(word_index) == seen_cursor:
-                # Asked before the last look, so that nothing published before the death is missed.
-                if not self._is_peer_alive() and load(word_index) == seen_cursor:
-                    raise QueueClosedError("the other side of the ring is gone")
-                remaining_s = deadline_at - time.monotonic()
-                if remaining_s <= 0:
-                    return None
-                self._num_waits += 1
-                address = self._words.address(word_index)
-                self._futex.wait(address, seen_cursor, min(remaining_s, WAIT_SLICE_S))
+            if self._membarrier is not None:
+                self._flags.store(self._own_flag, 1)
+                self._membarrier.issue()
+            try:
+                while load(word_index) == seen_cursor:
+                    # Asked before the last look, so that nothing published before the death is missed.
+                    if not self._is_peer_alive() and load(word_index) == seen_cursor:
+                        raise QueueClosedError("the other side of the ring is gone")
+                    remaining_s = deadline_at - time.monotonic()
+                    if remaining_s <= 0:
+                        return None
+                    self._num_waits += 1
+                    address = self._words.address(word_index)
+                    self._futex.wait(address, seen_cursor, min(remaining_s, WAIT_SLICE_S))
+            finally:
+                if self._membarrier is not None:
+                    self._flags.store(self._own_flag, 0)
             self._learn(time.monotonic() - began_at)
         cursor = load(word_index) & CURSOR_MASK
         if cursor == seen_cursor:

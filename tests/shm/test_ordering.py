@@ -1,13 +1,15 @@
 """Words and the futex."""
 
 import ctypes.util
+import platform
 import threading
 import time
 
 import pytest
 
+from phalanx.shm import ordering
 from phalanx.shm.errors import TransportError
-from phalanx.shm.ordering import AtomicWords, Futex, NativeWords, Words, map_words
+from phalanx.shm.ordering import AtomicWords, Futex, Membarrier, NativeWords, Words, map_words
 from phalanx.shm.segment import SharedSegment
 
 _HAS_LIBATOMIC = ctypes.util.find_library("atomic") is not None
@@ -100,3 +102,19 @@ def test_a_futex_wakes_a_sleeper() -> None:
 def test_a_futex_on_memory_that_is_gone_is_an_error() -> None:
     with pytest.raises(TransportError, match="EFAULT"):
         Futex().wait(8, 0, 0.01)
+
+
+def test_a_barrier_for_all_returns_where_the_kernel_has_one() -> None:
+    barrier = Membarrier()
+
+    assert barrier.is_available
+    barrier.issue()
+
+
+def test_a_kernel_without_a_barrier_for_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ordering._MEMBARRIER_SYSCALLS, platform.machine(), 100_000)
+    barrier = Membarrier()
+
+    assert not barrier.is_available
+    with pytest.raises(TransportError, match="ENOSYS"):
+        barrier.issue()

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import math
 import os
+import platform
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.shm import ring_end
+from phalanx.shm import ordering, ring_end
 from phalanx.shm.errors import (
     MessageTooLargeError,
     ProtocolError,
@@ -23,6 +24,7 @@ from phalanx.shm.errors import (
     QueueEmptyError,
     QueueTimeoutError,
     RingFullError,
+    TransportError,
 )
 from phalanx.shm.ordering import AtomicWords, NativeWords, Words
 from phalanx.shm.process import ChildProcess, ChildSpec, Note, Spawner, wait_all_ready
@@ -250,6 +252,15 @@ def test_a_doorbell_rings_for_each_record() -> None:
     os.close(bell)
 
 
+def test_an_end_that_may_not_do_what_the_ring_was_made_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with create_ring("test", capacity=256, num_readers=1) as segment:
+        monkeypatch.setitem(ordering._MEMBARRIER_SYSCALLS, platform.machine(), 100_000)
+        with pytest.raises(TransportError, match="membarrier"):
+            RingWriter(segment)
+
+
 def test_a_segment_without_a_ring_is_refused() -> None:
     with SharedSegment.create("test", 4096) as segment:
         with pytest.raises(ProtocolError):
@@ -277,14 +288,17 @@ def test_stats_tell_records_bytes_and_fill() -> None:
 
 
 @pytest.mark.parametrize("num_readers", [1, 3])
+@pytest.mark.parametrize("has_barrier", [True, False])
 @pytest.mark.parametrize("words", [NativeWords, AtomicWords])
 def test_threads_lose_and_reorder_nothing(
-    num_readers: int, words: type[Words], monkeypatch: pytest.MonkeyPatch
+    num_readers: int, words: type[Words], has_barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AtomicWords: the code of aarch64, on whatever machine this is."""
+    """AtomicWords: the code of aarch64, on whatever machine this is. has_barrier: whether the kernel has one for all"""
     if words is AtomicWords and ctypes.util.find_library("atomic") is None:
         pytest.skip("no libatomic on this machine")
     monkeypatch.setattr(ring_end, "map_words", words)
+    if not has_barrier:
+        monkeypatch.setitem(ordering._MEMBARRIER_SYSCALLS, platform.machine(), 100_000)
     num_records = 2000
     expected = hashlib.sha256(b"".join(record(number) for number in range(num_records))).digest()
     with ring_of(512, num_readers) as (writer, readers):

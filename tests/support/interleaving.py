@@ -59,6 +59,11 @@ class Interleaving:
         """Make all stores of this thread visible."""
         self._drain(self._number(), len(self._buffers[self._number()]))
 
+    def drain_all(self) -> None:
+        """Make all stores of all threads visible."""
+        for number, buffer in self._buffers.items():
+            self._drain(number, len(buffer))
+
     def buffer(self) -> list[tuple[Words, int, int]]:
         """Return this thread's stores that nobody else sees yet, oldest first."""
         return self._buffers[self._number()]
@@ -78,10 +83,6 @@ class Interleaving:
             del self._sleepers[number]
             self._runnable.append(number)
         return len(woken)
-
-    def has_sleepers(self, address: int) -> bool:
-        """True when somebody sleeps on `address`."""
-        return address in self._sleepers.values()
 
     def is_inside(self) -> bool:
         """True in a thread of this run; the setting up and the taking down are not interleaved."""
@@ -159,6 +160,21 @@ class BufferedWords:
         self._words.close()
 
 
+class InterleavedMembarrier:
+    """A barrier for all threads of the run. is_effective: False for one that does nothing, to see what it is for"""
+
+    is_available = True
+
+    def __init__(self, interleaving: Interleaving, *, is_effective: bool = True) -> None:
+        self._interleaving = interleaving
+        self._is_effective = is_effective
+
+    def issue(self) -> None:
+        if self._is_effective:
+            self._interleaving.point()
+            self._interleaving.drain_all()
+
+
 class InterleavedFutex:
     """A futex whose sleepers are threads of the run. `read`: returns the word at an address."""
 
@@ -182,7 +198,3 @@ class InterleavedFutex:
         self._interleaving.point()
         self._interleaving.drain_own()
         return self._interleaving.wake(address)
-
-    def has_sleepers(self, address: int) -> bool:
-        """What a flag in plain memory would say; not a system call, so it orders nothing."""
-        return self._interleaving.is_inside() and self._interleaving.has_sleepers(address)

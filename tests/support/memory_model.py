@@ -54,6 +54,13 @@ class Fence:
 
 
 @dataclass(frozen=True)
+class RemoteFence:
+    """The kernel has thread number `thread` pass a fence, between any two of its accesses."""
+
+    thread: int
+
+
+@dataclass(frozen=True)
 class KernelStore:
     """location := value, in memory at once: something that the kernel does under a lock."""
 
@@ -94,7 +101,7 @@ class Label:
     name: str
 
 
-Operation = Load | Store | Fence | KernelStore | Sleep | Jump | Check | Label
+Operation = Load | Store | Fence | RemoteFence | KernelStore | Sleep | Jump | Check | Label
 Program = Sequence[Operation]
 
 
@@ -178,6 +185,9 @@ class _Explorer:
             for new_memory, new_thread in self._steps(number, thread, memory):
                 settled = self._settled(number, new_thread)
                 yield new_memory, (*threads[:number], settled, *threads[number + 1 :])
+            fenced = self._remote_fence(number, thread, threads)
+            if fenced is not None:
+                yield memory, fenced
 
     def _steps(self, number: int, thread: _Thread, memory: _Memory) -> Iterator[tuple[_Memory, _Thread]]:
         for index in self._ready_stores(thread.buffer):
@@ -195,6 +205,22 @@ class _Explorer:
                     value = _seen(thread, memory, location)
                     yield memory, _replaced(thread, early=_put(thread.early, location, value))
         yield from self._next_operation(number, thread, memory)
+
+    def _remote_fence(
+        self, number: int, thread: _Thread, threads: tuple[_Thread, ...]
+    ) -> tuple[_Thread, ...] | None:
+        """Return the threads after the RemoteFence at which one stands; None when it stands at none, or must wait."""
+        program = self._programs[number]
+        operation = program[thread.at] if thread.at < len(program) else None
+        if not isinstance(operation, RemoteFence):
+            return None
+        other = threads[operation.thread]
+        if other.buffer or other.late:
+            return None
+        changed = list(threads)
+        changed[operation.thread] = _replaced(other, early=())
+        changed[number] = self._settled(number, _replaced(thread, at=thread.at + 1))
+        return tuple(changed)
 
     def _settled(self, number: int, thread: _Thread) -> _Thread:
         """Go on to the next access: what concerns the thread alone needs no place of its own among the others."""
@@ -249,6 +275,8 @@ class _Explorer:
         late_locations = {location for _, location in thread.late}
         match operation:
             case Label() | Jump() | Check():  # waits for a late load
+                return
+            case RemoteFence():  # concerns two threads: see _remote_fence
                 return
             case Load():
                 if operation.location not in late_locations and operation.register not in waits_for:

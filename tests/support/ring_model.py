@@ -6,17 +6,24 @@ Each step below is a step of the code, in its order; test_ring_model.py has the 
   look for room                 load reader's word, acquire         RingWriter._wait_released
   copy in                       store data, plain                   RingWriter.write: data[position:end] = ...
   publish, release              store word, release                 RingEnd._advance
-                                wake                                RingEnd._advance: _wake()
+                                load the others' flags, plain       RingEnd._advance: _is_awaited
+                                wake, when one is up                RingEnd._advance: _wake()
   look for a record             load writer's word, acquire         RingReader.acquire
   copy out, decode              load data, plain                    who holds the view of RingReader.acquire
-  wait                          load word, acquire                  RingEnd._wait_past
+  wait                          own flag := 1, plain                RingEnd._wait_past: _flags.store
+                                fence for all                       RingEnd._wait_past: Membarrier.issue
+                                load word, acquire                  RingEnd._wait_past
                                 sleep                               RingEnd._wait_past: Futex.wait
+                                own flag := 0, plain                RingEnd._wait_past: _flags.store
   close                         store word, release                 RingEnd.close
                                 wake                                RingEnd.close: _wake()
   ring a bell                   fence, bell := 1                    RingWriter._publish: eventfd_write
   wait for a bell               sleep until bell = 1, bell := 0     WorkerGroup.wait_bell: poll, eventfd_read
 
-The kernel: FUTEX_WAIT queues its caller, has a barrier, looks at the word, and sleeps or leaves the queue; FUTEX_WAKE
+Where the kernel has no fence for all, nobody touches a flag, and publishing always wakes: `has_flags` is False then.
+
+The kernel: the fence for all is one of the caller, then one of each other thread, anywhere in it, then one of the
+caller. FUTEX_WAIT queues its caller, has a barrier, looks at the word, and sleeps or leaves the queue; FUTEX_WAKE
 has a barrier, looks for somebody in the queue, and wakes. There are no timeouts here: in the code, a wait that ends by
 its slice would hide a lost wake-up for a quarter of a second; here it shows.
 
@@ -28,21 +35,35 @@ the load in RingEnd.close is none here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .memory_model import Check, Fence, Jump, KernelStore, Label, Load, Operation, Program, Sleep, Store
+from .memory_model import (
+    Check,
+    Fence,
+    Jump,
+    KernelStore,
+    Label,
+    Load,
+    Operation,
+    Program,
+    RemoteFence,
+    Sleep,
+    Store,
+)
 
 Condition = Callable[[dict[str, int]], bool]
 """A question about registers, which are 0 before their first load."""
 
 FENCES = ("writer publishes", "reader publishes", "reader looks", "reader waits")
 """Each makes one load or store plain."""
-IMPLIED_FENCES = ("writer looks", "writer waits", "closes", "bell: barrier")
+IMPLIED_FENCES = ("writer looks", "writer waits", "closes")
 """As FENCES, but something else orders these too. What a writer has loaded decides, by a branch, whether it stores, and
-no machine stores before it knows. A closing tells of no more than the publication before it did, in the same word.
-Before a bell stands the barrier of a wake-up."""
+no machine stores before it knows. A closing tells of no more than the publication before it did, in the same word."""
 BARRIERS = ("kernel: wait", "kernel: wake")
+ALL_FENCES = ("for all: others", "for all: own")
+"""Halves of the fence for all: that of the other threads, and the caller's."""
+FLAGS = ("flag: raised", "flag: looked at last")
 WAKES = ("wake: writer publishes", "wake: reader publishes", "wake: writer closes", "wake: reader closes")
 ORDERS = ("wake before word", "asleep on what was looked at")
-BELLS = ("bell: rings", "bell: rings first", "bell: silenced last")
+BELLS = ("bell: rings", "bell: rings first", "bell: silenced last", "bell: barrier")
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,7 @@ class Model:
     num_records: int
     num_slots: int = 1
     num_readers: int = 1
+    has_flags: bool = True
     without: frozenset[str] = frozenset()
 
     def programs(self, *, num_read: int | None = None) -> list[Program]:
@@ -110,7 +132,23 @@ class Model:
         """Make a cursor known: what a writer does with a record, and a reader with room."""
         word = self._store(f"{side} publishes", _word(owner), 2 * number)
         wake = self._wake(f"wake: {side} publishes", owner)
-        return [*wake, word] if "wake before word" in self.without else [word, *wake]
+        if not self.has_flags:
+            return [*wake, word] if "wake before word" in self.without else [word, *wake]
+        flags = [_flag(sleeper) for sleeper in self._sleepers(owner)]
+        place = f"{owner} {number}"
+        look: list[Operation] = [Load(flag, flag) for flag in flags]
+        wake = [
+            Jump(
+                f"{place} nobody", tuple(flags), lambda registers: not any(registers[flag] for flag in flags)
+            ),
+            *wake,
+            Label(f"{place} nobody"),
+        ]
+        if "wake before word" in self.without:
+            return [*look, *wake, word]
+        if "flag: looked at last" in self.without:
+            return [*look, word, *wake]
+        return [word, *look, *wake]
 
     def close(self, side: str, owner: str, cursor: int) -> list[Operation]:
         """Close an end whose cursor stands at `cursor`."""
@@ -120,13 +158,17 @@ class Model:
     def wait(self, side: str, name: str, owner: str, needed: int, place: str) -> list[Operation]:
         """Have `name` wait until `owner`'s cursor has come to `needed`, or go to "end" when it has closed before."""
         seen = _seen(owner)
+        lowered: list[Operation] = [Store(_flag(name), 0)] if self.has_flags else []
         return [
+            *self._raise_flag(name),
             Label(f"{place} wait"),
             self._load(f"{side} waits", seen, _word(owner)),
-            Jump(f"{place} there", (seen,), _has_come(seen, needed)),
+            Jump(f"{place} came", (seen,), _has_come(seen, needed)),
             Jump("end", (seen,), _has_closed(seen)),
             *self._sleep(name, owner, place),
             _goto(f"{place} wait"),
+            Label(f"{place} came"),
+            *lowered,
         ]
 
     def _look(
@@ -149,6 +191,24 @@ class Model:
             Label(f"{place} there"),
         ]
 
+    def _raise_flag(self, name: str) -> list[Operation]:
+        """Say that `name` is about to sleep: who does not see it has published before its next look."""
+        if not self.has_flags:
+            return []
+        own = self._only("for all: own", [Fence()])
+        # The order of `programs`.
+        threads = ["writer", *(f"reader{index}" for index in range(self.num_readers))]
+        others: list[Operation] = [
+            RemoteFence(number) for number, thread in enumerate(threads) if thread != name
+        ]
+        raised = self._only("flag: raised", [Store(_flag(name), 1)])
+        return [*raised, *own, *self._only("for all: others", others), *own]
+
+    def _sleepers(self, owner: str) -> list[str]:
+        """Return who may sleep on `owner`'s word."""
+        readers = [f"reader{index}" for index in range(self.num_readers)]
+        return ["writer"] if owner in readers else readers
+
     def _sleep(self, name: str, owner: str, place: str) -> list[Operation]:
         """FUTEX_WAIT on `owner`'s word. One queue for each pair of sleeper and word."""
         queue = f"{owner}.queue.{name}"
@@ -170,10 +230,9 @@ class Model:
 
     def _wake(self, name: str, owner: str) -> list[Operation]:
         """FUTEX_WAKE on `owner`'s word."""
-        readers = [f"reader{index}" for index in range(self.num_readers)]
-        sleepers = readers if owner == "writer" else ["writer"]
         barrier = self._only("kernel: wake", [Fence()])
-        return self._only(name, [*barrier, *(KernelStore(f"{owner}.queue.{who}", 0) for who in sleepers)])
+        woken = [KernelStore(f"{owner}.queue.{who}", 0) for who in self._sleepers(owner)]
+        return self._only(name, [*barrier, *woken])
 
     def _only(self, name: str, operations: list[Operation]) -> list[Operation]:
         return [] if name in self.without else operations
@@ -187,6 +246,10 @@ class Model:
 
 def _word(owner: str) -> str:
     return f"{owner}.word"
+
+
+def _flag(owner: str) -> str:
+    return f"{owner}.flag"
 
 
 def _seen(owner: str) -> str:
