@@ -31,7 +31,8 @@ class SeenCache:
     """What some rows of a step see of one layer's cache.
 
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides but the last, which is 1
-    block_tables:     [num_rows, max_blocks] int32, of these rows; kv_lens: [num_rows] int32, 0 for padding
+    block_tables:     [num_rows, max_blocks] int32, of these rows; kv_lens: [num_rows] int32, 0 for padding. On a GPU
+                      both were written before the kernel that was launched last (kernels/dependent_launch.py)
     scale:            of the products of queries and keys
     window:           tokens that a query sees at most, itself among them; None: all
     """

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_previous
+
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 FEW_ROWS = 16
@@ -99,7 +101,8 @@ def decode_attention(
     q:                [num_rows, num_heads, head_size]; heads that share a KV head lie side by side
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides but the last, which is 1
     block_tables:     [num_rows, max_blocks] int32, rows of any stride; entries without visible tokens are not read
-    kv_lens:          [num_rows] int32; 0: the row is padding, and its output is left as it is
+    kv_lens:          [num_rows] int32; 0: the row is padding, and its output is left as it is. Written before
+                      the kernel that was launched last: they are read while that one ends
     window:           tokens that a query sees at most, itself among them; None: all
     returns           like q, contiguous; `out` when it is given
     """
@@ -148,6 +151,7 @@ def decode_attention(
         PARTS=max(1, COMBINED_ELEMENTS // (combine_pad * head_pad)),
         NUM_STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
+        **dependent_launch(q.device),
     )
     return out
 
@@ -186,13 +190,14 @@ def _decode_kernel(
     COMBINE_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
 
-    # Where each row's tiles begin, in tiles of one head.
+    # Where each row's tiles begin, in tiles of one head. Lengths come past the first-level cache, which may be older.
     rows = tl.arange(0, ROWS_PAD)
-    lens = tl.load(kv_lens_ptr + rows, mask=rows < num_rows, other=0)
+    lens = tl.load(kv_lens_ptr + rows, mask=rows < num_rows, other=0, cache_modifier=".cg")
     tiles = (lens + TILE - 1) // TILE - tl.maximum(lens - window, 0) // TILE
     ends = tl.cumsum(tiles, 0)
     per_program = (tl.sum(tiles, 0) * NUM_KV_HEADS + num_programs - 1) // num_programs
@@ -207,6 +212,7 @@ def _decode_kernel(
     in_tile = tl.arange(0, TILE)
     is_dim = dims < HEAD_SIZE
     is_query = (group < GROUP)[:, None] & is_dim[None, :]
+    wait_for_previous(IS_DEPENDENT)
 
     while position < last:
         kv_len = tl.load(kv_lens_ptr + row)

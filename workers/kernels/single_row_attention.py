@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .decode_attention import COMBINED_ELEMENTS, LOG2_E, DecodeScratch, attend_tile
+from .dependent_launch import dependent_launch, wait_for_previous
 
 MAX_ROWS = 1
 _MAX_SPLITS = 16
@@ -53,6 +54,7 @@ def single_row_attention(
 ) -> None:
     """Write `out`, contiguous. splits: of `splits_for`; the rest as of `decode_attention`, without a window.
 
+    kv_lens and block_tables were written before the kernel that was launched last: they are read while that one ends.
     Of a row's table an entry past its tokens may be read, and leads nowhere.
     """
     num_rows, num_heads, head_size = q.shape
@@ -90,6 +92,7 @@ def single_row_attention(
         COMBINE_PAD=triton.next_power_of_2(group),
         NUM_STAGES=scratch.tuning.num_stages,
         num_warps=scratch.tuning.num_warps,
+        **dependent_launch(q.device),
     )
 
 
@@ -125,6 +128,7 @@ def _single_row_kernel(
     TILE: tl.constexpr,
     COMBINE_PAD: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     unit = row * NUM_KV_HEADS + head
@@ -134,10 +138,12 @@ def _single_row_kernel(
     is_dim = dims < HEAD_SIZE
     is_query = (group < GROUP)[:, None] & is_dim[None, :]
 
-    # None of these three waits for another.
+    # None of these three waits for another. Two come past the first-level cache, which may be older.
     table_ptr = tables_ptr + row.to(tl.int64) * stride_table
-    kv_len = tl.load(kv_lens_ptr + row)
-    block = tl.load(table_ptr + tl.minimum(split * TILE // BLOCK_SIZE, last_entry)).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + row, cache_modifier=".cg")
+    first_entry = tl.minimum(split * TILE // BLOCK_SIZE, last_entry)
+    block = tl.load(table_ptr + first_entry, cache_modifier=".cg").to(tl.int64)
+    wait_for_previous(IS_DEPENDENT)
     q_offsets = row.to(tl.int64) * stride_q_row + (head * GROUP + group)[:, None] * stride_q_head
     q = tl.load(q_ptr + q_offsets + dims[None, :], mask=is_query, other=0.0)
 

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_previous
+
 _COLUMNS = 1024
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
@@ -23,15 +25,21 @@ def gated_activation(x: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     columns = min(_COLUMNS, triton.next_power_of_2(size))
     # Rows in the first dimension of the grid: the second takes 65,535 at most.
     _gated_activation_kernel[(num_tokens, triton.cdiv(size, columns))](
-        x, out, SIZE=size, COLUMNS=columns, IS_GELU=is_gelu, num_warps=4
+        x, out, SIZE=size, COLUMNS=columns, IS_GELU=is_gelu, num_warps=4, **dependent_launch(x.device)
     )
     return out
 
 
 @triton.jit
 def _gated_activation_kernel(
-    x_ptr, out_ptr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, IS_GELU: tl.constexpr
+    x_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < SIZE

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_previous
+
 
 def best_rank(found: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
     """Choose one token for each row out of what each rank has found, and note it as the row's last.
@@ -17,12 +19,17 @@ def best_rank(found: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor
     """
     num_rows, width = found.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=found.device)
-    _kernel[(num_rows,)](found, rows, last_tokens, tokens, NUM_RANKS=width // 2, num_warps=1)
+    _kernel[(num_rows,)](
+        found, rows, last_tokens, tokens, NUM_RANKS=width // 2, num_warps=1, **dependent_launch(found.device)
+    )
     return tokens
 
 
 @triton.jit
-def _kernel(found_ptr, rows_ptr, last_tokens_ptr, tokens_ptr, NUM_RANKS: tl.constexpr):
+def _kernel(
+    found_ptr, rows_ptr, last_tokens_ptr, tokens_ptr, NUM_RANKS: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
+    wait_for_previous(IS_DEPENDENT)
     at = tl.program_id(0)
     found_ptr += at.to(tl.int64) * NUM_RANKS * 2
     score = tl.load(found_ptr).to(tl.float64, bitcast=True)

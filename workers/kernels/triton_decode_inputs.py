@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .decode_inputs import DecodeInputs
+from .dependent_launch import dependent_launch, let_next_come, wait_for_previous
 
 _ENTRIES = 256
 
@@ -48,6 +49,7 @@ def make_decode_inputs(
         block_size,
         ENTRIES=_ENTRIES,
         num_warps=1,
+        **dependent_launch(rows.device),
     )
     return inputs
 
@@ -69,7 +71,10 @@ def _kernel(
     max_blocks,
     block_size,
     ENTRIES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
+    let_next_come(IS_DEPENDENT)
     at = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + at)

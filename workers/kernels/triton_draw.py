@@ -22,6 +22,7 @@ import triton.language as tl
 
 from .. import noise
 from ..logit_processors import LARGEST
+from .dependent_launch import dependent_launch, wait_for_previous
 from .triton_noise import ESTIMATE_ERROR, estimate_gumbel, gumbel, philox
 from .triton_rows import LogitRows, load_logits, row_flag, row_limit, temper
 
@@ -147,13 +148,14 @@ def _choose(
         group_best if has_group_best else estimates, estimates, *strides, logits.stride(0), width, num_pieces,
         rows.first_id, 0 if group_best is None else group_best.shape[1], step,
         HAS_GROUP_BEST=has_group_best, PIECE=PIECE, GROUP=GROUP, num_warps=4, **settings,
+        **dependent_launch(logits.device),
     )  # fmt: skip
     _finish_kernel[(num_rows,)](
         logits, *parameters, token_ids if state is None else state.rows, *rows.kernel_arguments(),
         token_ids if state is None else state.last_tokens, estimates, scores, token_ids, *strides, logits.stride(0),
         width, num_pieces, rows.first_id,
         PIECE=PIECE, NUM_PIECES_PAD=triton.next_power_of_2(num_pieces), num_warps=4, enable_fp_fusion=False,
-        **settings,
+        **settings, **dependent_launch(logits.device),
     )  # fmt: skip
     return scores, token_ids
 
@@ -202,7 +204,9 @@ def _estimate_kernel(
     num_pieces, first_id, num_groups, step,
     IS_RANDOM: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_STATE: tl.constexpr, HAS_LIMITS: tl.constexpr,
     HAS_EDITS: tl.constexpr, HAS_GROUP_BEST: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * step
     logits_ptr += row * stride_logits
@@ -259,8 +263,9 @@ def _finish_kernel(
     last_tokens_ptr, estimates_ptr, scores_ptr, token_ids_ptr, stride_temperatures, stride_seeds, stride_positions,
     stride_logits, width, num_pieces, first_id,
     IS_RANDOM: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_STATE: tl.constexpr, HAS_LIMITS: tl.constexpr,
-    HAS_EDITS: tl.constexpr, PIECE: tl.constexpr, NUM_PIECES_PAD: tl.constexpr,
+    HAS_EDITS: tl.constexpr, PIECE: tl.constexpr, NUM_PIECES_PAD: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     column = tl.arange(0, PIECE)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_previous
+
 MAX_ROWS = 4
 _ELEMENTS = 8192
 """Sums that a program of four warps keeps in registers, 64 for each thread."""
@@ -147,6 +149,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         NUM_STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -172,6 +175,7 @@ def _gemv_kernel(
     IS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     column = tl.arange(0, BLOCK_INPUTS)
@@ -179,6 +183,10 @@ def _gemv_kernel(
     is_output, is_row = output < outputs, (row < ROWS)[:, None]
     dtype = out_ptr.dtype.element_ty
     weight_row_ptr = weight_ptr + output.to(tl.int64)[:, None] * INPUTS
+    # No kernel writes weights: the first ones are on their way while the kernel before still ends.
+    is_weight = is_output[:, None] & (column < INPUTS)[None, :]
+    weight = tl.load(weight_row_ptr + column[None, :], mask=is_weight, other=0.0)
+    wait_for_previous(IS_DEPENDENT)
 
     inverse = tl.zeros([ROWS_PAD, 1], tl.float32)
     if PROLOGUE == _NORM:
@@ -195,27 +203,19 @@ def _gemv_kernel(
         inverse = tl.rsqrt(tl.sum(squares, 1) / INPUTS + epsilon)[:, None]
 
     # Sums of a thread's own columns; added across threads once, at the end.
-    sums = tl.zeros([ROWS_PAD, BLOCK_OUTPUTS, BLOCK_INPUTS], tl.float32)
-    for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=NUM_STAGES):
-        inner = (start + column)[None, :]
-        is_inner = inner < INPUTS
-        weight = tl.load(weight_row_ptr + inner, mask=is_output[:, None] & is_inner, other=0.0)
-        if PROLOGUE == _SILU:
-            offsets = row[:, None] * (2 * INPUTS) + inner
-            gate = tl.load(x_ptr + offsets, mask=is_row & is_inner, other=0.0).to(tl.float32)
-            up = tl.load(x_ptr + offsets + INPUTS, mask=is_row & is_inner, other=0.0)
-            x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(tl.float32)).to(dtype)
-        elif PROLOGUE == _NORM:
-            offsets = row[:, None] * INPUTS + inner
-            summed = _load_sum(x_ptr, residual_ptr, offsets, is_row & is_inner, HAS_RESIDUAL)
-            scale = tl.load(norm_weight_ptr + inner, mask=is_inner, other=0.0).to(tl.float32)
-            wide = summed.to(tl.float32) * inverse
-            if IS_OFFSET:
-                x = (wide * (1.0 + scale)).to(dtype)
-            else:
-                x = (scale * wide.to(dtype).to(tl.float32)).to(dtype)
-        else:
-            x = tl.load(x_ptr + row[:, None] * INPUTS + inner, mask=is_row & is_inner, other=0.0)
+    x = _load_x(
+        x_ptr, residual_ptr, norm_weight_ptr, column, row, inverse,
+        ROWS=ROWS, INPUTS=INPUTS, PROLOGUE=PROLOGUE, HAS_RESIDUAL=HAS_RESIDUAL, IS_OFFSET=IS_OFFSET,
+    )  # fmt: skip
+    sums = x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
+    for start in tl.range(BLOCK_INPUTS, INPUTS, BLOCK_INPUTS, num_stages=NUM_STAGES):
+        inner = start + column
+        is_weight = is_output[:, None] & (inner < INPUTS)[None, :]
+        weight = tl.load(weight_row_ptr + inner[None, :], mask=is_weight, other=0.0)
+        x = _load_x(
+            x_ptr, residual_ptr, norm_weight_ptr, inner, row, inverse,
+            ROWS=ROWS, INPUTS=INPUTS, PROLOGUE=PROLOGUE, HAS_RESIDUAL=HAS_RESIDUAL, IS_OFFSET=IS_OFFSET,
+        )  # fmt: skip
         sums += x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
     # [ROWS_PAD, BLOCK_OUTPUTS]
     result = tl.sum(sums, 2)
@@ -226,6 +226,43 @@ def _gemv_kernel(
         result.to(dtype),
         mask=is_row & is_output[None, :],
     )
+
+
+@triton.jit
+def _load_x(
+    x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    inner,
+    row,
+    inverse,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_OFFSET: tl.constexpr,
+):
+    """Load columns `inner` of what is multiplied: [rows, columns]. inverse: of the root mean squares."""
+    inner = inner[None, :]
+    is_inner = inner < INPUTS
+    is_x = (row < ROWS)[:, None] & is_inner
+    dtype = x_ptr.dtype.element_ty
+    if PROLOGUE == _SILU:
+        offsets = row[:, None] * (2 * INPUTS) + inner
+        gate = tl.load(x_ptr + offsets, mask=is_x, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + offsets + INPUTS, mask=is_x, other=0.0)
+        x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(tl.float32)).to(dtype)
+    elif PROLOGUE == _NORM:
+        summed = _load_sum(x_ptr, residual_ptr, row[:, None] * INPUTS + inner, is_x, HAS_RESIDUAL)
+        scale = tl.load(norm_weight_ptr + inner, mask=is_inner, other=0.0).to(tl.float32)
+        wide = summed.to(tl.float32) * inverse
+        if IS_OFFSET:
+            x = (wide * (1.0 + scale)).to(dtype)
+        else:
+            x = (scale * wide.to(dtype).to(tl.float32)).to(dtype)
+    else:
+        x = tl.load(x_ptr + row[:, None] * INPUTS + inner, mask=is_x, other=0.0)
+    return x
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, let_next_come, wait_for_previous
+
 
 def add_rms_norm(
     x: torch.Tensor,
@@ -45,6 +47,7 @@ def add_rms_norm(
         HAS_RESIDUAL=residual is not None,
         IS_OFFSET=is_offset,
         num_warps=min(16, max(1, size_pad // 256)),
+        **dependent_launch(x.device),
     )
     return normalized, total
 
@@ -64,7 +67,10 @@ def _add_rms_norm_kernel(
     PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_OFFSET: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
+    let_next_come(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     mask = column < SIZE

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .dependent_launch import dependent_launch, wait_for_previous
+
 MIN_ROWS, MAX_ROWS = 5, 64
 _PROGRAMS = 128
 """That the columns are dealt out for: nearly one for each multiprocessor of an H200."""
@@ -68,6 +70,7 @@ def product_in_parts(x: torch.Tensor, weight: torch.Tensor, tuning: PartsTuning)
         PARTS=tuning.parts,
         NUM_STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
+        **dependent_launch(x.device),
     )
     return sums
 
@@ -85,7 +88,9 @@ def _parts_kernel(
     BLOCK_INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     first_output, part = tl.program_id(0) * BLOCK_OUTPUTS, tl.program_id(1)
     steps: tl.constexpr = (INPUTS + BLOCK_INPUTS * PARTS - 1) // (BLOCK_INPUTS * PARTS)
     # The weight's rows are those of the product: of them there are always enough to fill the matrix units.

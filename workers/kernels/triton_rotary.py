@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, let_next_come, wait_for_previous
+
 _ELEMENTS = 1024
 """Of one program: a few heads of one token."""
 
@@ -69,6 +71,7 @@ def rotate_and_store(
         HAS_NORM=q_weight is not None,
         IS_OFFSET=is_offset,
         num_warps=max(1, heads * half_pad // 128),
+        **dependent_launch(qkv.device),
     )
     return queries
 
@@ -100,7 +103,10 @@ def _rotate_and_store_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_OFFSET: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
+    let_next_come(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF_PAD)
