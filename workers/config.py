@@ -22,7 +22,10 @@ class DeviceType(StrEnum):
 
 
 class DType(StrEnum):
-    """Type of weights, activations and KV cache. AUTO: that of the checkpoint on CUDA, float32 on CPU."""
+    """Type of weights, activations and KV cache. AUTO: that of the checkpoint on CUDA, float32 on CPU.
+
+    A CPU that multiplies no numbers of the type keeps activations and KV cache in float32.
+    """
 
     AUTO = "auto"
     FLOAT32 = "float32"

@@ -50,7 +50,6 @@ class ModelRunner:
         batch: InputBatch,
         *,
         windows: Sequence[int | None],
-        dtype: torch.dtype,
         device: torch.device,
         on_phase: Callable[[str], None],
         is_paged: bool = False,
@@ -60,7 +59,6 @@ class ModelRunner:
         self._kv_caches = kv_caches
         self._batch = batch
         self._windows = windows
-        self._dtype = dtype
         self._device = device
         self._is_paged = is_paged
         self._on_phase = on_phase
@@ -135,7 +133,7 @@ class ModelRunner:
             step,
             self._batch.on_device,
             windows=self._windows,
-            dtype=self._dtype,
+            dtype=self._model.activation_dtype,
             device=self._device,
             is_paged=self._is_paged,
         )

@@ -20,6 +20,7 @@ from .decode_graphs import record_decode_graphs
 from .device import open_device, resolve_dtype, resolve_max_model_len
 from .errors import DeviceMemoryError
 from .input_batch import InputBatch
+from .kernels.linear import activation_dtype
 from .memory import count_kv_blocks, cuda_room, kv_cache_shape, make_kv_caches, wait_for_earlier_life
 from .memory_report import DeviceMemory, ModelMemory
 from .messages import GrammarMasks, ModelRunnerOutput, PhaseTime, RankReport, SchedulerOutput
@@ -104,8 +105,9 @@ class Worker:
                 share_device=parallel.share_device,
                 arena_fd=config.arena_fd,
             )
+        kv_dtype = activation_dtype(self._dtype, info.device)
         self._shape = kv_cache_shape(
-            transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=self._dtype
+            transformer, config.cache, num_kv_heads=partition.own.kv_heads.size, dtype=kv_dtype
         )
         # All ranks go through the same steps, so their exchanges meet here as well.
         if self._attention is not None and self._group.can_be_recorded:
@@ -198,7 +200,7 @@ class Worker:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache. After `start`."""
+        """Of the weights. After `start`."""
         return self._dtype
 
     @property
@@ -223,16 +225,15 @@ class Worker:
         Raises DeviceMemoryError.
         """
         assert self._model is not None, "start() comes first"
-        config = self._config
         with torch.inference_mode(), self._phase("KV cache"):
             self._batch = InputBatch(
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=self._config.max_num_seqs,
                 max_model_len=self._max_model_len,
-                block_size=config.cache.block_size,
+                block_size=self._config.cache.block_size,
                 num_kv_groups=len(self._shape.groups),
                 vocab_size=self._vocab_size,
                 device=self._device,
-                logprobs_mode=config.model.logprobs_mode,
+                logprobs_mode=self._config.model.logprobs_mode,
                 is_paged=self._attention is not None,
             )
             self._make_runner(num_blocks)
@@ -248,7 +249,6 @@ class Worker:
             kv_caches,
             self._batch,
             windows=self._shape.windows,
-            dtype=self._dtype,
             device=self._device,
             on_phase=self._on_phase,
             is_paged=self._attention is not None,

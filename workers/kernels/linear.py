@@ -14,11 +14,16 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
     """Return `weight` [outputs, inputs] packed, or None where there is no better layout (a GPU, empty)."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return None
-    if _has_products_of(weight.dtype):
-        return OneDnnWeight(weight)
-    if weight.itemsize == 2 and "fbgemm" in torch.backends.quantized.supported_engines:
-        return HalfWeight(weight) if HalfWeight.can_hold(weight) else None
-    return None
+    has_products = _has_products_of(weight.dtype)
+    is_for_halves = weight.dtype == torch.float32 or not has_products
+    if is_for_halves and "fbgemm" in torch.backends.quantized.supported_engines and HalfWeight.takes(weight):
+        return HalfWeight(weight)
+    return OneDnnWeight(weight) if has_products else None
+
+
+def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return what is computed in beside weights of `dtype`: float32 on a CPU that multiplies no such numbers."""
+    return torch.float32 if device.type == "cpu" and not _has_products_of(dtype) else dtype
 
 
 def _has_products_of(dtype: torch.dtype) -> bool:
@@ -33,9 +38,10 @@ def _has_products_of(dtype: torch.dtype) -> bool:
 def linear(
     x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [rows, inputs], weight [outputs, inputs], bias [outputs] -> [rows, outputs]."""
+    """x [rows, inputs], weight [outputs, inputs], bias [outputs] -> [rows, outputs] of the dtype of x."""
     if isinstance(weight, PackedWeight):
         return weight.product(x, bias)
     if is_small_product(x, weight):
         return small_product(x, weight, bias)
-    return F.linear(x, weight, bias)
+    # They differ for a weight that could not be packed, beside activations of `activation_dtype`.
+    return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)

@@ -46,6 +46,10 @@ class RMSNorm(nn.Module):
         normalized, total = self(x, residual)
         return projection(normalized), total
 
+    def widen(self, dtype: torch.dtype) -> None:
+        """Keep the loaded weight as `dtype`, that of what it scales."""
+        self.weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
+
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> the same."""
         norm = offset_rms_norm if self.is_offset else rms_norm

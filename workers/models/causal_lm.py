@@ -14,6 +14,7 @@ from torch import nn
 
 from ..attention.backend import AttentionBackend
 from ..forward_context import ForwardContext
+from ..kernels.linear import activation_dtype
 from ..layers.attention import LayerKVCache, PagedAttention
 from ..layers.decoder_layer import DecoderLayer
 from ..layers.embedding import ParallelHead, VocabParallelEmbedding
@@ -27,7 +28,11 @@ from ..transformer_config import LayerType, TransformerConfig
 
 
 class CausalLM(nn.Module, ABC):
-    """The whole model of one rank."""
+    """The whole model of one rank.
+
+    dtype:            of the weights
+    activation_dtype: of what is computed between them, and of the logits
+    """
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
@@ -49,6 +54,7 @@ class CausalLM(nn.Module, ABC):
             self.make_layer(config, partition, group, dtype, index)
             for index in range(config.num_hidden_layers)
         )
+        self.activation_dtype = activation_dtype(dtype, self.embedding.weight.device)
         self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = ParallelHead(
             config.vocab_size,
@@ -98,10 +104,10 @@ class CausalLM(nn.Module, ABC):
         """Compute a step.
 
         token_ids, positions: [num_tokens] int64; kv_caches: one for each layer
-        returns               [num_tokens, hidden_size]
+        returns               [num_tokens, hidden_size] of `activation_dtype`
         """
         angles = [rotary.angles(positions) for rotary in self.rotaries]
-        x, residual = self.embed(token_ids), None
+        x, residual = self.embed(token_ids).to(self.activation_dtype), None
         for layer, kv_cache, rotary in zip(self.layers, kv_caches, self.rotary_of_layer, strict=True):
             x, residual = layer(x, residual, angles[rotary], kv_cache, context)
         x, _ = self.norm(x, residual)
@@ -133,6 +139,8 @@ class CausalLM(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, StoredWeight):
                 module.pack()
+            elif isinstance(module, RMSNorm):
+                module.widen(self.activation_dtype)
         return self.head.pack()
 
     def shards(self) -> Iterator[TensorShard]:
