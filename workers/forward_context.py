@@ -20,12 +20,13 @@ which is always zero. Stale values, a NaN among them, thus never reach a sum: 0 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .kernels.row_attention import HeadIndex, make_head_index
 from .paged_rows import PagedRows
 
 LONG_QUERY = 32
@@ -42,10 +43,12 @@ class AttentionGroup:
 
     query_index:  [R * Q] int64, the tokens of the step to read; a padded place repeats the row's last token
     output_index: [num_real] int64, places of [R * Q] that are real; None when all are
+    is_whole:     True: the group is the whole step, its tokens in their order
     slots:        [R * K] int64, where the keys are; 0 in a padded place
     slot_range:   first slot when R is 1 and the K slots lie side by side: then nothing is gathered
     mask:         [R, 1, Q, K] in the model's dtype, 0 or -inf, None when every query sees every key
     is_causal:    True: one row from position 0, no longer than the window, so plain causal attention needs no mask
+    head_indices: made by the first layer of a step that asks, found by the others
     """
 
     num_rows: int
@@ -53,10 +56,26 @@ class AttentionGroup:
     kv_len: int
     query_index: torch.Tensor
     output_index: torch.Tensor | None
+    is_whole: bool
     slots: torch.Tensor
     slot_range: int | None
     mask: torch.Tensor | None
     is_causal: bool
+    head_indices: dict[tuple[int, int], HeadIndex] = field(default_factory=dict, repr=False)
+
+    def head_index(self, num_kv_heads: int, group_size: int) -> HeadIndex:
+        """Where each head's keys and values are; for a group of rows with one new token each."""
+        index = self.head_indices.get((num_kv_heads, group_size))
+        if index is None:
+            index = make_head_index(
+                self.slots,
+                self.mask,
+                num_rows=self.num_rows,
+                num_kv_heads=num_kv_heads,
+                group_size=group_size,
+            )
+            self.head_indices[num_kv_heads, group_size] = index
+        return index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +212,9 @@ def _build_groups(
             .masked_fill_(hidden, -torch.inf)
             .unsqueeze(1)
         )
-    query_index = torch.from_numpy((starts[:, None] + query_offsets).reshape(-1)).to(device)
+    tokens = (starts[:, None] + query_offsets).reshape(-1)
+    is_whole = np.array_equal(tokens, np.arange(rows.query_lens.sum()))
+    query_index = torch.from_numpy(tokens).to(device)
     output_index = None
     if not is_real_query.all():
         output_index = torch.from_numpy(np.flatnonzero(is_real_query)).to(device)
@@ -208,6 +229,7 @@ def _build_groups(
                 kv_len=kv_len,
                 query_index=query_index,
                 output_index=output_index,
+                is_whole=is_whole,
                 slots=torch.from_numpy(slots.reshape(-1)).to(device),
                 slot_range=int(slots[0, 0]) if is_range else None,
                 mask=mask,

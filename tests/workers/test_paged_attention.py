@@ -123,6 +123,17 @@ def test_decode_of_many_rows_takes_few_calls() -> None:
     assert sum(group.num_rows for group in groups) == 40
 
 
+def test_rows_that_all_decode_are_one_group_in_the_order_of_the_step() -> None:
+    decode = Step([(1, 20 + row) for row in range(8)], kv_heads=2, group=3, block_size=16, seed=0)
+    mixed = Step([(40, 0), (1, 20), (1, 21)], kv_heads=2, group=3, block_size=16, seed=0)
+
+    (group,) = decode.context().groups[0]
+
+    assert group.is_whole
+    assert not any(group.is_whole for group in mixed.context().groups[0])
+    assert group.head_index(2, 3) is group.head_index(2, 3)
+
+
 def test_a_row_whose_blocks_lie_side_by_side_is_read_in_place() -> None:
     step = Step([(1, 40)], kv_heads=1, group=1, block_size=16, seed=0)
     step.tables[0] = [3, 4, 5]

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache. Plain torch, for every device: the "torch" backend.
 
 Called by: layers/attention.py, once per layer and step, after write_kv. One call of
-scaled_dot_product_attention per group of alike rows; see forward_context.py for the groups.
+scaled_dot_product_attention, or of row_attention.py, per group of alike rows; see forward_context.py for the groups.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..forward_context import AttentionGroup
+from .row_attention import row_attention
 
 
 def paged_attention(
@@ -27,20 +28,33 @@ def paged_attention(
     returns           [num_tokens, num_heads, head_size]
     """
     k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    output = torch.empty_like(q)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for group in groups:
-        k, v = _read(k_slots, group), _read(v_slots, group)
-        queries = q.index_select(0, group.query_index)
-        # A long row has G times the mask when its group is folded, so its group goes into the batch instead.
-        attend = _attend_in_batch if group.num_rows == 1 and group.query_len > 1 else _attend_folded
+        queries = q if group.is_whole else q.index_select(0, group.query_index)
         # [R * Q, num_heads, head_size]
-        result = attend(queries, k, v, group, scale)
+        if _is_for_row_attention(q, group):
+            num_kv_heads = k_cache.shape[2]
+            index = group.head_index(num_kv_heads, q.shape[1] // num_kv_heads)
+            result = row_attention(queries, k_slots, v_slots, index, scale=scale)
+        else:
+            k, v = _read(k_slots, group), _read(v_slots, group)
+            # A long row has G times the mask when its group is folded, so its group goes into the batch instead.
+            attend = _attend_in_batch if group.num_rows == 1 and group.query_len > 1 else _attend_folded
+            result = attend(queries, k, v, group, scale)
+        if group.is_whole:
+            return result
         if group.output_index is None:
             output.index_copy_(0, group.query_index, result)
         else:
             real = group.output_index
             output.index_copy_(0, group.query_index.index_select(0, real), result.index_select(0, real))
     return output
+
+
+def _is_for_row_attention(q: torch.Tensor, group: AttentionGroup) -> bool:
+    """Say whether the group only decodes, on a CPU in float32, and has to gather what it reads."""
+    is_decode = group.query_len == 1 and group.slot_range is None
+    return is_decode and q.dtype == torch.float32 and q.device.type == "cpu"
 
 
 def _read(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
@@ -64,7 +78,7 @@ def _attend_folded(
     num_kv_heads, head_size = k.shape[1], k.shape[3]
     group_size = q.shape[1] // num_kv_heads
     # [R, Q, H, G, D] -> [R, H, G, Q, D] -> [R, H, G * Q, D]
-    folded = q.view(num_rows, query_len, num_kv_heads, group_size, head_size).permute(0, 2, 3, 1, 4)
+    folded = q.reshape(num_rows, query_len, num_kv_heads, group_size, head_size).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(num_rows, num_kv_heads, group_size * query_len, head_size)
     mask = group.mask
     if mask is not None:
@@ -85,7 +99,7 @@ def _attend_in_batch(
     num_kv_heads, head_size = k.shape[1], k.shape[3]
     group_size = q.shape[1] // num_kv_heads
     # [Q, H, G, D] -> [G, H, Q, D]
-    batch = q.view(group.query_len, num_kv_heads, group_size, head_size).permute(2, 1, 0, 3)
+    batch = q.reshape(group.query_len, num_kv_heads, group_size, head_size).permute(2, 1, 0, 3)
     k, v = k.expand(group_size, -1, -1, -1), v.expand(group_size, -1, -1, -1)
     result = F.scaled_dot_product_attention(
         batch, k, v, attn_mask=group.mask, is_causal=group.is_causal, scale=scale
