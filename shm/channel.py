@@ -105,11 +105,12 @@ class Receiver(Generic[T]):
 class Receiving(Generic[T]):
     """The receipt of one frame in a `with` block. Used by `Receiver.receive`."""
 
-    __slots__ = ("_buffers", "_deadline_at", "_payload", "_receiver", "_ring")
+    __slots__ = ("_buffers", "_deadline_at", "_decode", "_payload", "_receiver", "_ring")
 
     def __init__(self, receiver: Receiver[T]) -> None:
         self._receiver = receiver
         self._ring = receiver.ring
+        self._decode = receiver._decoder.decode
         self._deadline_at: float | None = None
         self._payload: memoryview | None = None
         self._buffers: tuple[memoryview, ...] = ()
@@ -117,7 +118,7 @@ class Receiving(Generic[T]):
     def __enter__(self) -> Frame[T]:
         view = self._ring.acquire(deadline_at=self._deadline_at)
         try:
-            frame: Frame[T] = self._receiver._decoder.decode(view)
+            frame: Frame[T] = self._decode(view)
             if isinstance(frame.message, Ticket):
                 frame = self._take_payload(frame.message)
         except ProtocolError:
@@ -132,10 +133,14 @@ class Receiving(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for buffer in self._buffers:
-            buffer.release()
-        self._buffers = ()
-        self._release()
+        if self._buffers:
+            for buffer in self._buffers:
+                buffer.release()
+            self._buffers = ()
+        if self._payload is None:
+            self._ring.release()
+        else:
+            self._release()
 
     def _take_payload(self, ticket: Ticket) -> Frame[T]:
         payload = self._receiver._oversize.receive(ticket, self._deadline_at)

@@ -23,6 +23,10 @@ MAX_BUFFERS = 255
 
 _HEADER = struct.Struct("<IQhBBI")
 _LENGTH = struct.Struct("<Q")
+_HEADER_BYTES, _LENGTH_BYTES = _HEADER.size, _LENGTH.size
+# Looked up once: they are called for every frame.
+_pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from
+_pack_length, _unpack_length = _LENGTH.pack, _LENGTH.unpack_from
 _ALIGNMENT = 8
 _PADDING = [bytes(-position % _ALIGNMENT) for position in range(_ALIGNMENT)]
 """What brings a position to the next multiple of 8, by the position modulo 8."""
@@ -78,23 +82,23 @@ class FrameEncoder:
 
         Raises ProtocolError for a message that msgpack cannot carry, or too many buffers.
         """
-        if len(buffers) > MAX_BUFFERS:
-            raise ProtocolError(f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed")
         try:
             body = self._encode(message)
-            piece = _HEADER.pack(self._epoch, call_id, self._rank, kind, len(buffers), len(body)) + body
+            piece = _pack_header(self._epoch, call_id, self._rank, kind, len(buffers), len(body)) + body
         except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
+            if len(buffers) > MAX_BUFFERS:
+                raise ProtocolError(f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed") from error
             raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+        if not buffers:
+            return [piece]
         pieces: list[bytes | memoryview] = []
         position = len(piece)
         for buffer in buffers:
             num_bytes = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
             # With what stands before: a piece costs the ring as much as a few hundred bytes.
-            pieces += piece + _PADDING[position % _ALIGNMENT] + _LENGTH.pack(num_bytes), buffer
+            pieces += piece + _PADDING[position % _ALIGNMENT] + _pack_length(num_bytes), buffer
             piece = b""
             position = num_bytes
-        if piece:
-            pieces.append(piece)
         return pieces
 
 
@@ -112,27 +116,33 @@ class FrameDecoder(Generic[T]):
     def decode(self, view: memoryview) -> Frame[T]:
         """Decode one frame. Raises ProtocolError when it is not one."""
         try:
-            epoch, call_id, rank, number, num_buffers, body_bytes = _HEADER.unpack_from(view)
-            end = _HEADER.size + body_bytes
+            epoch, call_id, rank, number, num_buffers, body_bytes = _unpack_header(view)
+            end = _HEADER_BYTES + body_bytes
             if end > view.nbytes:
                 raise ProtocolError(f"a body of {body_bytes} bytes in a frame of {view.nbytes}")
             known = self._decoders.get(number)
             if known is None:
                 raise ProtocolError(f"a frame of kind {FrameKind(number).name} must not come here")
             kind, decoder = known
-            message = decoder.decode(view[_HEADER.size : end])
-            buffers: list[memoryview] = []
-            for _ in range(num_buffers):
-                start = end + -end % _ALIGNMENT
-                (num_bytes,) = _LENGTH.unpack_from(view, start)
-                end = start + _LENGTH.size + num_bytes
-                if end > view.nbytes:
-                    raise ProtocolError(f"a buffer of {num_bytes} bytes in a frame of {view.nbytes}")
-                buffers.append(view[start + _LENGTH.size : end])
+            message = decoder.decode(view[_HEADER_BYTES:end])
+            buffers = self._buffers(view, end, num_buffers) if num_buffers else ()
         except ProtocolError:
             raise
         # A message's own checks (`__post_init__`) raise errors of this project.
         except (struct.error, ValueError, TypeError, msgspec.MsgspecError, ServingError) as error:
             raise ProtocolError(f"a frame of {view.nbytes} bytes does not decode: {error}") from error
         # By position: names would double what it costs to make the two.
-        return Frame(FrameHeader(epoch, call_id, rank, kind), message, tuple(buffers))
+        return Frame(FrameHeader(epoch, call_id, rank, kind), message, buffers)
+
+    def _buffers(self, view: memoryview, end: int, num_buffers: int) -> tuple[memoryview, ...]:
+        """Cut the buffers from what stands behind the body, which goes up to `end`."""
+        buffers = []
+        for _ in range(num_buffers):
+            length_at = end + 7 & ~7
+            (num_bytes,) = _unpack_length(view, length_at)
+            start = length_at + _LENGTH_BYTES
+            end = start + num_bytes
+            if end > view.nbytes:
+                raise ProtocolError(f"a buffer of {num_bytes} bytes in a frame of {view.nbytes}")
+            buffers.append(view[start:end])
+        return tuple(buffers)

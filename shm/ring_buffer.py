@@ -32,7 +32,6 @@ from .ring_layout import (
     CLOSED,
     CURSOR_MASK,
     HEADER_BYTES,
-    LENGTH_MASK,
     MAX_READERS,
     PADDING,
     RECORD,
@@ -95,7 +94,6 @@ class RingWriter(RingEnd):
         self._reader_words = [reader_word(reader) for reader in range(self.num_readers)]
         self._oldest = self._slowest_cursor()
         self._rewind_at = _REWIND_BYTES
-        self._begun_bytes = 0
         self._begun_end = 0
 
     def write(self, *buffers: bytes | memoryview, deadline_at: float | None = None) -> None:
@@ -116,7 +114,9 @@ class RingWriter(RingEnd):
             end = position + len(buffer)
             data[position:end] = buffer
             position = end
-        self._publish()
+        self._advance(self._begun_end, num_bytes)
+        if self._doorbell_fd is not None:
+            os.eventfd_write(self._doorbell_fd, 1)
 
     def reserve(self, num_bytes: int, *, deadline_at: float | None = None) -> "Reservation":
         """Give a writable view of `num_bytes` to fill in a `with` block; publish it at the block's end.
@@ -186,14 +186,12 @@ class RingWriter(RingEnd):
             self._rewind_at = _REWIND_BYTES
             offset = 0
         self._headers[offset >> 3] = RECORD | num_bytes
-        self._begun_bytes = num_bytes
         self._begun_end = end
         return offset + HEADER_BYTES
 
-    def _publish(self) -> None:
-        self._num_records += 1
-        self._num_bytes += self._begun_bytes
-        self._advance(self._begun_end)
+    def _publish(self, num_bytes: int) -> None:
+        """Publish the record of `num_bytes` that was begun."""
+        self._advance(self._begun_end, num_bytes)
         if self._doorbell_fd is not None:
             os.eventfd_write(self._doorbell_fd, 1)
 
@@ -245,7 +243,7 @@ class Reservation:
     ) -> None:
         self._view.release()
         if kind is None:
-            self._writer._publish()
+            self._writer._publish(self._num_bytes)
 
 
 class RingReader(RingEnd):
@@ -263,6 +261,7 @@ class RingReader(RingEnd):
         # Not read again while something is known to be there: the line belongs to the writer's core.
         self._published = self._cursor
         self._view: memoryview | None = None
+        self._view_bytes = 0
         self._view_end = 0
 
     def read(self, *, deadline_at: float | None = None) -> "Reading":
@@ -294,17 +293,18 @@ class RingReader(RingEnd):
         capacity = self.capacity
         offset = cursor % capacity
         header = self._headers[offset >> 3]
-        if header == (PADDING | capacity - offset - HEADER_BYTES):
+        start = offset + HEADER_BYTES
+        if header == (PADDING | capacity - start):
             # Padding is published together with the record behind it, so there is nothing to wait for. Only this
             # end's own count: the writer learns of it with the record's release.
             cursor += capacity - offset
             self._cursor = cursor
-            offset = 0
+            start = HEADER_BYTES
             header = self._headers[0]
-        start = offset + HEADER_BYTES
-        num_bytes = header & LENGTH_MASK
-        if header ^ num_bytes != RECORD or start + num_bytes > capacity:
-            raise ProtocolError(f"the ring holds no record at {offset}")
+        num_bytes = header - RECORD
+        if not 0 <= num_bytes <= capacity - start:
+            raise ProtocolError(f"the ring holds no record at {start - HEADER_BYTES}")
+        self._view_bytes = num_bytes
         self._view_end = cursor + HEADER_BYTES + (num_bytes + 7 & ~7)
         self._view = view = self._data[start : start + num_bytes]
         return view
@@ -316,12 +316,9 @@ class RingReader(RingEnd):
         """
         view = self._view
         assert view is not None, "nothing is being read"
-        num_bytes = view.nbytes
         view.release()
         self._view = None
-        self._num_records += 1
-        self._num_bytes += num_bytes
-        self._advance(self._view_end)
+        self._advance(self._view_end, self._view_bytes)
 
     def put_back(self) -> None:
         """End the read without having read: the next one gives the same record."""

@@ -140,8 +140,10 @@ class RingEnd:
         self._data.release()
         self._segment.close()
 
-    def _advance(self, cursor: int) -> None:
-        """Make `cursor` visible to the other side, and wake who sleeps: steps 1 to 3."""
+    def _advance(self, cursor: int, num_bytes: int) -> None:
+        """Count a record of `num_bytes`; make `cursor` visible to the other side and wake who sleeps: steps 1 to 3."""
+        self._num_records += 1
+        self._num_bytes += num_bytes
         self._cursor = cursor
         self._store(self._own, cursor)
         if self._is_awaited():
