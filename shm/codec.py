@@ -87,7 +87,9 @@ class FrameEncoder:
             piece = _pack_header(self._epoch, call_id, self._rank, kind, len(buffers), len(body)) + body
         except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
             if len(buffers) > MAX_BUFFERS:
-                raise ProtocolError(f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed") from error
+                raise ProtocolError(
+                    f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed"
+                ) from error
             raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
         if not buffers:
             return [piece]
