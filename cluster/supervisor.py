@@ -233,11 +233,7 @@ class Supervisor:
 
     def _receive(self, child: ChildProcess) -> None:
         """Read what a child says; the end of its lifeline is the end of the child."""
-        messages = child.receive()
-        if not messages:
-            self._selector.unregister(child.lifeline_fd)
-            self._on_exit(child)
-        for message in messages:
+        for message in child.receive():
             match message:
                 case Progress():
                     self._observer.progress(child.role, message.phase)
@@ -245,6 +241,9 @@ class Supervisor:
                     self._take_note(child, message.payload)
                 case Ready():
                     self._on_ready(child, message.payload)
+        if child.has_hung_up:
+            self._selector.unregister(child.lifeline_fd)
+            self._on_exit(child)
 
     def _on_ready(self, child: ChildProcess, payload: bytes) -> None:
         self._ready_after_s[child.role] = time.monotonic() - self._spawned_at[child.role]

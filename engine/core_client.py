@@ -293,7 +293,8 @@ class ProcessCoreClient:
     def _read_lifeline(self) -> None:
         """Called by the loop: a message, or the end of the process."""
         assert self._lost is not None
-        if self._child.receive() or self._lost.done():
+        self._child.receive()
+        if not self._child.has_hung_up or self._lost.done():
             return
         asyncio.get_running_loop().remove_reader(self._child.lifeline_fd)
         # The lifeline ends a moment before the process can be reaped.

@@ -1,7 +1,8 @@
 """What a child process knows of its parent: arguments, messages both ways, the wish to stop.
 
 Called by: child.py, which makes the one `ChildContext` of the process and hands it to the target. The thread
-`lifeline` reads the parent's messages, and ends the process when the parent is gone.
+`lifeline` reads the parent's messages, and ends the process when the parent is gone, or when a message can't be taken:
+a child that does not hear its parent any more is of no use to it.
 """
 
 import gc
@@ -23,12 +24,13 @@ import setproctitle
 from .errors import ConfigError
 from .exit_codes import ExitCode
 from .logs import configure_logging
-from .process import MAX_MESSAGE_BYTES, ChildMessage, Failed, Note, Progress, Ready
+from .lifeline import Lifeline
+from .process import ChildMessage, Failed, Note, Progress, Ready
 
 log = logging.getLogger(__name__)
 
 _MAX_TEXT = 32 << 10
-"""Characters of an error or a traceback that are sent: both fit one message. The end says the most."""
+"""Characters of an error or a traceback that are sent. The end says the most."""
 
 
 class ChildContext:
@@ -38,7 +40,7 @@ class ChildContext:
     stop_requested: set by SIGTERM once the child is ready
     """
 
-    def __init__(self, lifeline: socket.socket, role: str, args: bytes) -> None:
+    def __init__(self, lifeline: Lifeline, role: str, args: bytes) -> None:
         self.role = role
         self.args = args
         self.stop_requested = threading.Event()
@@ -92,18 +94,19 @@ class ChildContext:
 
     def serve_lifeline(self) -> None:
         """Read until the parent is gone, then end the process. The body of the lifeline thread."""
-        while True:
-            try:
-                data = self._lifeline.recv(MAX_MESSAGE_BYTES)
-            except OSError:
-                data = b""
-            if not data:
-                break
-            with self._lock:
-                if self._handler is None:
-                    self._early_messages.append(data)
-                else:
-                    self._handler(data)
+        try:
+            while (data := self._lifeline.receive()) is not None:
+                with self._lock:
+                    if self._handler is None:
+                        self._early_messages.append(data)
+                    else:
+                        self._handler(data)
+        # The top of a thread.
+        except Exception as error:
+            text = traceback_module.format_exc()
+            self.failed(f"a message of the parent was not taken: {type(error).__name__}: {error}", text)
+            sys.stderr.write(text)
+            os._exit(ExitCode.FAILED)
         os._exit(ExitCode.PARENT_GONE)
 
 
@@ -123,9 +126,9 @@ def import_for_good(module: str) -> ModuleType:
 
 def run_target(lifeline_fd: int, role: str, target: str) -> int:
     """Take the arguments, import `target` by its name ("module:function") and run it."""
-    lifeline = socket.socket(fileno=lifeline_fd)
-    args = lifeline.recv(MAX_MESSAGE_BYTES)
-    if not args:
+    lifeline = Lifeline(socket.socket(fileno=lifeline_fd))
+    args = lifeline.receive()
+    if args is None:
         return ExitCode.PARENT_GONE
     setproctitle.setproctitle(f"phalanx {role}")
     configure_logging(role)

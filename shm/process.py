@@ -4,7 +4,7 @@ Called by: the supervisor, engine cores (for their workers), `LLM` and `AsyncLLM
 half is child.py. A child is a fresh interpreter (`python -m phalanx.shm.child`): nothing is forked, nothing
 is pickled, and the user's `__main__` is not run again.
 
-Between the two lies one socket pair, the *lifeline*. It carries the child's typed arguments down as its first
+Between the two lies one socket pair, the *lifeline* (lifeline.py). It carries the child's typed arguments down as its first
 message and whatever the parent sends later; up come `Progress`, `Ready`, `Failed` and `Note`. When the parent
 is gone, by whatever signal, the child reads its end and leaves; when the child is gone, the parent reads the
 end and its pidfd becomes readable. Nobody polls.
@@ -30,13 +30,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .errors import ConfigError, ProcessError, QueueClosedError, StartupError
+from .lifeline import Lifeline
 from .stack_dump import StackPipe, is_stopped
 from .stall import StallDetector
 
-MAX_MESSAGE_BYTES = 128 << 10
-"""One lifeline message. Below the kernel's smallest default socket buffer, so that it goes in one piece."""
 _BEFORE_FIRST_PHASE = "start"
 _STACK_WAIT_S = 1.0
+_SEND_TIMEOUT_S = 5.0
+"""For a child to read what it is told. It has a thread for that, so one that leaves hundreds of kilobytes unread for
+longer stands still, and its parent must not stand still with it."""
 _KILL_WAIT_S = 5.0
 """After SIGKILL, for the kernel to end the process: only a process in an uninterruptible call takes longer."""
 
@@ -133,7 +135,7 @@ class ChildProcess:
         self,
         spec: ChildSpec,
         process: "subprocess.Popen[bytes]",
-        lifeline: socket.socket,
+        lifeline: Lifeline,
         stack_pipe: StackPipe,
     ) -> None:
         self.role = spec.role
@@ -156,20 +158,19 @@ class ChildProcess:
         return self._lifeline.fileno()
 
     @property
+    def has_hung_up(self) -> bool:
+        """True when `receive` has met the end of the lifeline: the child is gone, and has said its last."""
+        return self._lifeline.has_ended
+
+    @property
     def exitcode(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""
         return self._process.poll()
 
     def receive(self) -> list[ChildMessage]:
-        """Take all messages that have arrived; never blocks. Empty also when the child is gone."""
+        """Take all messages that have arrived; never blocks. See `has_hung_up`."""
         messages: list[ChildMessage] = []
-        while not self._is_closed:
-            try:
-                data = self._lifeline.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
-            except (BlockingIOError, ConnectionResetError):
-                break
-            if not data:
-                break
+        while (data := self._lifeline.receive_arrived()) is not None:
             message = self._decoder.decode(data)
             match message:
                 case Progress():
@@ -184,9 +185,17 @@ class ChildProcess:
         return messages
 
     def send(self, payload: bytes) -> None:
-        """Send bytes to the child's `on_message`. Raises QueueClosedError when the child is gone."""
+        """Send bytes to the child's `on_message`, as many as there are. Any thread.
+
+        Raises QueueClosedError when the child is gone. One that does not read, and has left no room for some seconds,
+        is killed, and counts as gone.
+        """
         try:
-            self._lifeline.send(payload)
+            self._lifeline.send(payload, _SEND_TIMEOUT_S)
+        except TimeoutError:
+            self.failure = self.failure or Failed("it does not read what it is told", "")
+            self.kill()
+            raise QueueClosedError(f"{self.role} does not read what it is told, and was killed") from None
         except OSError as error:
             raise QueueClosedError(f"{self.role} is gone: {error}") from None
 
@@ -300,7 +309,7 @@ def wait_all_ready(
             if child.ready is not None:
                 poller.unregister(fd)
                 del waiting[fd]
-            elif not messages:
+            elif child.has_hung_up:
                 child.wait(_KILL_WAIT_S)  # the lifeline ended, so the process is ending too
                 raise child.death(StartupError)
     return [child.ready.payload for child in children if child.ready is not None]
@@ -326,7 +335,8 @@ def _start(spec: ChildSpec) -> ChildProcess:
     finally:
         theirs.close()
         stack_pipe.close_write_end()
-    child = ChildProcess(spec, process, ours, stack_pipe)
+    lifeline = Lifeline(ours)
+    child = ChildProcess(spec, process, lifeline, stack_pipe)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died already: its waiter will see
-        ours.send(spec.args)
+        lifeline.send(spec.args)
     return child

@@ -91,7 +91,7 @@ class RankWatch:
                 if (child := by_lifeline.get(fd)) is None:
                     continue
                 messages = child.receive()
-                if not messages:
+                if child.has_hung_up:
                     poller.unregister(fd)  # it has ended, and so will the process: the pidfd tells
                 errors += [(_decode(note), child) for note in messages if isinstance(note, Note)]
             dead = [by_pidfd[fd] for fd in ready if fd in by_pidfd]

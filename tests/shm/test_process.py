@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from phalanx.shm import lifeline, process
 from phalanx.shm.errors import ConfigError, ProcessDiedError, QueueClosedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildMessage, ChildProcess, ChildSpec, Note, Spawner, wait_all_ready
@@ -51,6 +52,55 @@ def test_child_gets_its_arguments_and_answers_messages(spawner: Spawner) -> None
     child.send(b"ping")
     assert receive_until(child, Note) == Note(b"ping")
     assert child.stop(reason="test", timeout_s=5) == 7
+
+
+def test_messages_may_be_of_any_length(spawner: Spawner) -> None:
+    """Also above what the kernel takes in one packet, or holds in a socket."""
+    child = spawn(spawner, "double_messages", args=b"x" * 300_000)
+    wait_all_ready([child], soon())
+
+    for length in (0, lifeline.PIECE_BYTES - 1, lifeline.PIECE_BYTES, lifeline.PIECE_BYTES + 1, 600_000):
+        child.send(b"y" * length)
+        assert receive_until(child, Note) == Note(b"y" * 2 * length)
+    assert child.stop(reason="test", timeout_s=5) == 0
+
+
+def test_an_error_may_be_long_and_in_any_script(spawner: Spawner) -> None:
+    child = spawn(spawner, "raise_a_long_error")
+
+    with pytest.raises(StartupError, match="\N{SNOWMAN}"):
+        wait_all_ready([child], soon())
+    assert child.failure is not None
+    assert "\N{SNOWMAN}" in child.failure.traceback
+    child.stop(reason="test", timeout_s=5)
+
+
+def test_a_child_that_reads_nothing_does_not_hold_up_its_parent(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_SEND_TIMEOUT_S", 0.2)
+    child = spawn(spawner, "echo")
+    wait_all_ready([child], soon())
+    os.kill(child.pid, signal.SIGSTOP)
+
+    with pytest.raises(QueueClosedError, match="does not read"):
+        for _ in range(1000):
+            child.send(b"x" * 3000)
+    assert child.wait(10) == -signal.SIGKILL
+    assert "does not read" in str(child.death(ProcessDiedError))
+    child.stop(reason="test", timeout_s=5)
+
+
+def test_a_child_that_cannot_take_a_message_ends_and_says_so(spawner: Spawner) -> None:
+    child = spawn(spawner, "choke_on_messages")
+    wait_all_ready([child], soon())
+
+    child.send(b"word")
+
+    assert child.wait(10) == ExitCode.FAILED
+    child.receive()
+    assert "what is that?" in str(child.death(ProcessDiedError))
+    child.stop(reason="test", timeout_s=5)
 
 
 def test_garbage_collection_goes_on_but_not_through_what_was_imported(spawner: Spawner) -> None:

@@ -69,6 +69,30 @@ def hold_the_interpreter(context: ChildContext) -> int:
     return 0
 
 
+def raise_a_long_error(context: ChildContext) -> int:
+    raise RuntimeError("\N{SNOWMAN}" * 40_000)
+
+
+def double_messages(context: ChildContext) -> int:
+    """Answers each message with a note that holds it twice."""
+    context.on_message(lambda data: context.note(2 * data))
+    context.ready(b"")
+    context.stop_requested.wait()
+    return 0
+
+
+def choke_on_messages(context: ChildContext) -> int:
+    """Takes none."""
+
+    def refuse(data: bytes) -> None:
+        raise ValueError("what is that?")
+
+    context.on_message(refuse)
+    context.ready(b"")
+    context.stop_requested.wait()
+    return 0
+
+
 def ignore_stop(context: ChildContext) -> int:
     context.ready(b"")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
