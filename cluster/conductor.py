@@ -275,6 +275,13 @@ class Conductor:
         )
         return self._num_calls if self._hands.call(dp_rank, control) else None
 
+    def _pause_all(self) -> None:
+        self.is_paused = True
+        # Who died after its part of it and is back already was not told when it started.
+        for dp_rank, view in self._hands.replicas().items():
+            if view.state is ChildState.READY:
+                self._call(dp_rank, ControlKind.PAUSE)
+
     def _finish(self) -> None:
         """Tell the result, once every replica has its outcome."""
         current = self._current
@@ -285,7 +292,7 @@ class Conductor:
         outcomes = current.operation.outcomes()
         problems = [f"dp{outcome.dp_rank}: {outcome.problem}" for outcome in outcomes if outcome.problem]
         if command.kind is AdminKind.PAUSE and not problems:
-            self.is_paused = True
+            self._pause_all()
         if command.kind is AdminKind.SCALE:
             self._hands.resize(len(self._hands.replicas()))
         log.info("operation ends kind=%s problems=%s", command.kind, "; ".join(problems) or "none")

@@ -25,9 +25,12 @@ def carry_out(core: EngineCore, control: CoreControl) -> tuple[CoreControlDone, 
             core.is_paused = False
         case ControlKind.SLEEP:
             outputs = _end_all(core)
+            # Before any rank sleeps, and until all are awake: a request may still be on its way to us.
+            core.is_asleep = True
             error = _on_all_ranks(core, "sleep", control.level, control.timeout_s)
         case ControlKind.WAKE:
             error = _on_all_ranks(core, "wake", None, control.timeout_s)
+            core.is_asleep = core.is_asleep and error is not None
         case ControlKind.RESET_PREFIX_CACHE:
             if not core.reset_prefix_cache():
                 error = "requests hold blocks; drain the replica first"

@@ -117,16 +117,23 @@ class EngineCore:
         """Steps whose result was taken over."""
         self.is_paused = False
         """While it is, no step begins; those in flight end, requests keep their place, and deadlines still count."""
+        self.is_asleep = False
+        """The workers hold no weights and no KV cache, or not all of them do. As in a pause: what comes now, waits."""
 
     @property
     def has_work(self) -> bool:
         """True while `step` has something to compute or to hand over. Who waits for a grammar does not count."""
         if self._pending or self._in_flight:
             return True
-        if self._scheduler.num_open_requests > 0 and not self.is_paused:
+        if self._scheduler.num_open_requests > 0 and not self.is_held:
             return True
         deadline_at = self.next_deadline_at
         return deadline_at is not None and deadline_at <= self._clock()
+
+    @property
+    def is_held(self) -> bool:
+        """True while no step may begin."""
+        return self.is_paused or self.is_asleep
 
     @property
     def next_deadline_at(self) -> float | None:
@@ -249,7 +256,7 @@ class EngineCore:
 
     def _submit(self) -> None:
         """Submit steps until there are as many in flight as may be."""
-        while len(self._in_flight) < self._max_steps_in_flight and not self.is_paused:
+        while len(self._in_flight) < self._max_steps_in_flight and not self.is_held:
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break

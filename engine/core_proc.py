@@ -207,7 +207,7 @@ class EngineCoreLoop:
             if self._core.has_work:
                 self._handle(self._inbox.get_nowait())
             else:
-                self._set_phase(Phase.PAUSED if self._core.is_paused else Phase.IDLE)
+                self._set_phase(Phase.PAUSED if self._core.is_held else Phase.IDLE)
                 self._handle(self._inbox.get(timeout=max(0.0, self._next_wake_at() - self._clock())))
         except Empty:
             return

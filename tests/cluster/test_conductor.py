@@ -273,6 +273,21 @@ def test_a_replica_that_starts_in_a_pause_is_paused_too() -> None:
     assert not cluster.conductor.is_paused
 
 
+def test_a_replica_that_is_back_before_the_others_have_paused_is_paused_too() -> None:
+    cluster = Cluster()
+    cluster.command(AdminKind.PAUSE)
+    cluster.answered(1)
+    cluster.exited(1)
+    cluster.handle(Tick(at=200.0))
+    cluster.ready(1)
+
+    cluster.answered(0)
+
+    assert cluster.result.status is AdminStatus.DONE
+    last = {rank: control.kind for rank, control in cluster.calls}
+    assert last == {0: ControlKind.PAUSE, 1: ControlKind.PAUSE}
+
+
 def test_a_replica_that_dies_in_its_sleep_sleeps_on() -> None:
     cluster = Cluster()
     cluster.command(AdminKind.SLEEP, dp_rank=1, level=SleepLevel.DROP)

@@ -327,6 +327,26 @@ def test_a_sleep_ends_what_is_left_and_runs_on_every_rank():
     assert core.stats().num_free_blocks == 63
 
 
+def test_a_request_that_comes_in_a_sleep_waits_for_its_end():
+    """It may have been on its way when the replica was drained. Ranks that are awake in part are asleep."""
+    core, executor = make_core()
+    request = make_request("a", max_tokens=3)
+    carry_out(core, CoreControl(call_id=1, kind=ControlKind.SLEEP, timeout_s=1.0))
+
+    core.add_request(request)
+    assert not core.has_work
+    assert core.step() == {}
+    executor.hook_error = "no room"
+    carry_out(core, CoreControl(call_id=2, kind=ControlKind.WAKE, timeout_s=1.0))
+    assert not core.has_work
+    assert executor.num_steps == 0
+
+    executor.hook_error = None
+    carry_out(core, CoreControl(call_id=3, kind=ControlKind.WAKE, timeout_s=1.0))
+    tokens = [token for output in run(core)[0] for token in output.new_token_ids]
+    assert tokens == simulate(request)
+
+
 def test_what_goes_wrong_on_a_rank_is_the_answer():
     core, executor = make_core()
     executor.hook_error = "no room"
