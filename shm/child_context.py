@@ -23,8 +23,8 @@ import setproctitle
 
 from .errors import ConfigError
 from .exit_codes import ExitCode
-from .logs import configure_logging
 from .lifeline import Lifeline
+from .logs import configure_logging
 from .process import ChildMessage, Failed, Note, Progress, Ready
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ Called by: the supervisor, engine cores (for their workers), `LLM` and `AsyncLLM
 half is child.py. A child is a fresh interpreter (`python -m phalanx.shm.child`): nothing is forked, nothing
 is pickled, and the user's `__main__` is not run again.
 
-Between the two lies one socket pair, the *lifeline* (lifeline.py). It carries the child's typed arguments down as its first
-message and whatever the parent sends later; up come `Progress`, `Ready`, `Failed` and `Note`. When the parent
+Between the two lies one socket pair, the *lifeline* (lifeline.py). It carries the child's typed arguments down as
+its first message and whatever the parent sends later; up come `Progress`, `Ready`, `Failed` and `Note`. When the parent
 is gone, by whatever signal, the child reads its end and leaves; when the child is gone, the parent reads the
 end and its pidfd becomes readable. Nobody polls.
 
