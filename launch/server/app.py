@@ -56,11 +56,14 @@ def create_app(service: Service) -> Starlette:
     add("GET", "/version", version)
     for path, handler in ADMIN_ROUTES.items():
         add("POST", path, handler)
-    return Starlette(
+    app = Starlette(
         routes=routing_table,
         middleware=[Middleware(FrontDoor, service=service)],
         exception_handlers={HTTPException: _on_http_exception},
     )
+    # A redirect from "/v1/models/" would name the host that the client named, and send its key there without TLS.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -144,7 +147,11 @@ async def _guard(service: Service, handler: Handler, request: Request) -> Respon
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {404: f"there is no route {request.url.path}", 405: f"{request.method} is not allowed here"}
+    # Not request.url: that one is made of the client's Host header too.
+    messages = {
+        404: f"there is no route {request.scope['path']}",
+        405: f"{request.method} is not allowed here",
+    }
     message = messages.get(error.status_code, str(error.detail))
     codes = {404: "route_not_found", 405: "method_not_allowed"}
     headers = dict(error.headers or {})

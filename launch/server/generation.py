@@ -46,6 +46,7 @@ class Piece:
     """What one output of the engine adds to one choice.
 
     index:         of the choice; prompt_index: of the first choice of its prompt
+    num_unseen_tokens: of samples that are not shown, since others are better; told once, with the first that is
     finish_reason: "stop" or "length" in the last one
     logprobs:        one entry for each token; prompt_logprobs: one for each prompt token, as soon as they are known;
                      None when they were not asked for
@@ -58,6 +59,7 @@ class Piece:
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached_tokens: int
+    num_unseen_tokens: int = 0
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
 
@@ -72,7 +74,7 @@ class UsageCounter:
 
     def add(self, piece: Piece) -> None:
         """Count one piece."""
-        self.num_output_tokens += piece.num_tokens
+        self.num_output_tokens += piece.num_tokens + piece.num_unseen_tokens
         known = self.cached_tokens.get(piece.prompt_index, 0)
         self.cached_tokens[piece.prompt_index] = max(known, piece.num_cached_tokens)
 
@@ -127,20 +129,24 @@ async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     metrics = service.metrics
     started_at = time.monotonic()
     last_at: dict[int, float] = {}
+    is_prompt_counted = False
     outputs = service.engine.generate(job.prompt_token_ids, job.params, job.request_id, options=job.options)
     try:
         async for output in outputs:
             now = time.monotonic()
+            num_unseen = _num_unseen_tokens(job, output)
             for completion in output.outputs:
-                piece = _to_piece(job, completion, output)
+                piece = _to_piece(job, completion, output, num_unseen)
+                num_unseen = 0
+                if not is_prompt_counted:
+                    metrics.prompt_tokens.inc(len(job.prompt_token_ids))
+                    is_prompt_counted = True
                 if piece.num_tokens:
-                    if not last_at:
-                        metrics.prompt_tokens.inc(len(job.prompt_token_ids))
                     if piece.index in last_at:
                         metrics.between_tokens.observe(now - last_at[piece.index])
                     else:
                         metrics.first_token.observe(now - started_at)
-                    metrics.generation_tokens.inc(piece.num_tokens)
+                    metrics.generation_tokens.inc(piece.num_tokens + piece.num_unseen_tokens)
                     last_at[piece.index] = now
                 yield piece
             if output.finished:
@@ -152,7 +158,14 @@ async def _run_job(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     raise RequestAbortedError("the engine ended the request before it was complete")
 
 
-def _to_piece(job: Job, completion: CompletionOutput, output: RequestOutput) -> Piece:
+def _num_unseen_tokens(job: Job, output: RequestOutput) -> int:
+    """Tokens of samples that were not good enough: they were made, and are paid for as OpenAI's are."""
+    if job.params.num_samples == job.params.n or not output.finished:
+        return 0
+    return output.num_output_tokens - sum(len(completion.token_ids) for completion in output.outputs)
+
+
+def _to_piece(job: Job, completion: CompletionOutput, output: RequestOutput, num_unseen_tokens: int) -> Piece:
     # A request that is aborted or lost has no last output: its iterator raises.
     assert completion.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
     piece = Piece(
@@ -163,6 +176,7 @@ def _to_piece(job: Job, completion: CompletionOutput, output: RequestOutput) -> 
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        num_unseen_tokens=num_unseen_tokens,
         logprobs=completion.logprobs,
         prompt_logprobs=output.prompt_logprobs,
     )
@@ -172,6 +186,7 @@ def _to_piece(job: Job, completion: CompletionOutput, output: RequestOutput) -> 
         piece,
         text="",
         num_tokens=0,
+        num_unseen_tokens=0,
         finish_reason=piece.finish_reason and FinishReason.LENGTH,
         stop_reason=None,
         logprobs=None if piece.logprobs is None else [],

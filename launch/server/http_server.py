@@ -1,4 +1,4 @@
-"""The HTTP server of one API-server process: uvicorn's protocol behind our own `Acceptor`.
+"""The HTTP server of one API-server process: uvicorn behind our own `Acceptor`, with our own `Connection`s.
 
 Called by: process.py, with the inherited listening socket; signals are the supervisor's business.
 """
@@ -7,31 +7,18 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...cluster.front_end_board import FrontEndBoard
 from .acceptor import Acceptor
+from .connection import Connection
 
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than the pools of usual proxies keep theirs."""
 LAST_WRITES_S = 2
 """For answers that are complete to leave the process, once it stops."""
-
-
-class _Connection(HttpToolsProtocol):
-    """One connection; tells its end."""
-
-    def __init__(self, *, on_lost: Callable[[], None], **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._on_lost = on_lost
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._on_lost()
 
 
 class InheritedServer(uvicorn.Server):
@@ -74,7 +61,7 @@ class InheritedServer(uvicorn.Server):
 
     def _make_connection(self) -> asyncio.Protocol:
         assert self._acceptor is not None
-        return _Connection(
+        return Connection(
             on_lost=self._acceptor.lost,
             config=self.config,
             server_state=self.server_state,

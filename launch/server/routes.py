@@ -5,10 +5,11 @@ before its answer begins, so that everything that is wrong with it has a status 
 """
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -45,6 +46,7 @@ from .routing_headers import with_routing
 from .service import Service
 from .sse import QUIET_S, EventStream, run_watched
 from .validation import (
+    checked_ids,
     decode_body,
     is_scoring,
     request_options,
@@ -54,8 +56,12 @@ from .validation import (
     truncate_prompt,
 )
 
-THREAD_CHARACTERS = 1 << 14
-"""A longer text is tokenised in a thread: the event loop has other clients."""
+T = TypeVar("T")
+
+THREAD_SIZE = 1 << 14
+"""From so many characters or tokens on, work is done in a thread: the event loop has other clients."""
+BODY_S = 300.0
+"""For a body to arrive. Who sends it byte by byte holds a place, and in the end the memory of the largest one."""
 RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -90,7 +96,8 @@ async def create_completion(service: Service, request: Request) -> Response:
         )
         jobs.append(job)
         echo = ""
-        if body.echo:
+        # What is too long is refused by the engine; its text is not worth the time.
+        if body.echo and len(ids) < service.max_model_len:
             is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
             echo = prompt if is_whole and isinstance(prompt, str) else service.codec.decode(ids)
         form = CompletionForm(
@@ -190,44 +197,52 @@ async def tokenize(service: Service, request: Request) -> Response:
             template_messages(body.messages or []),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
-        ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+        ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens), field="messages")
     strings = None
     if body.return_token_strs:
-        strings = [service.codec.decode([token_id], skip_special_tokens=False) for token_id in ids]
-    return json_response(
-        TokenizeResponse(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
+        strings = await _beside(len(ids), lambda: [_show(service, [token_id]) for token_id in ids])
+    answer = TokenizeResponse(
+        count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings
     )
+    return await _beside(len(ids), lambda: json_response(answer))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """POST /detokenize."""
     body = decode_body(await read_body(service, request), DetokenizeRequest)
     service.check_model(body.model)
-    for token_id in body.tokens:
-        if not 0 <= token_id < service.vocab_size:
-            raise invalid(
-                "tokens", f"token id {token_id} is not in the vocabulary, [0, {service.vocab_size - 1}]"
-            )
-    return json_response(
-        DetokenizeResponse(prompt=service.codec.decode(body.tokens, skip_special_tokens=False))
-    )
+    ids = checked_ids("tokens", body.tokens, service.vocab_size)
+    return json_response(DetokenizeResponse(prompt=await _beside(len(ids), lambda: _show(service, ids))))
 
 
 async def read_body(service: Service, request: Request) -> bytes:
-    """Read the body of a request that must be JSON. Raises ApiError 415, 413; ClientGoneError."""
+    """Read the body of a request that must be JSON. Raises ApiError 415, 413, 408; ClientGoneError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be application/json, not {kind}", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(
+            415, f"the body must not be encoded, not even with {coding}", code="unsupported_encoding"
+        )
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > service.max_body_bytes:
-                raise ApiError(
-                    413, f"the body is larger than {service.max_body_bytes} bytes", code="body_too_large"
-                )
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > service.max_body_bytes:
+                    raise ApiError(
+                        413, f"the body is larger than {service.max_body_bytes} bytes", code="body_too_large"
+                    )
     except ClientDisconnect:
         raise ClientGoneError from None
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {BODY_S:g} s",
+            code="timeout",
+            headers={"Connection": "close"},
+        ) from None
     return bytes(body)
 
 
@@ -276,13 +291,23 @@ async def _give_up(first: "asyncio.Future[Piece]", rest: AsyncGenerator[Piece, N
     await rest.aclose()
 
 
-async def _encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+async def _encode(
+    service: Service, text: str, *, add_special_tokens: bool, field: str = "prompt"
+) -> list[int]:
     # Checked before it is encoded, which takes seconds for what can never fit.
     if len(text) > service.max_model_len * MAX_CHARACTERS_PER_TOKEN:
-        raise InvalidRequestError(f"the prompt of {len(text)} characters is too long", field="prompt")
-    if len(text) < THREAD_CHARACTERS:
-        return service.codec.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(service.codec.encode, text, add_special_tokens=add_special_tokens)
+        raise InvalidRequestError(f"the prompt of {len(text)} characters is too long", field=field)
+    encode = functools.partial(service.codec.encode, text, add_special_tokens=add_special_tokens)
+    return await _beside(len(text), encode)
+
+
+def _show(service: Service, ids: Sequence[int]) -> str:
+    return service.codec.decode(ids, skip_special_tokens=False)
+
+
+async def _beside(size: int, work: Callable[[], T]) -> T:
+    """Run `work`, in a thread when it is long. size: characters or tokens."""
+    return work() if size < THREAD_SIZE else await asyncio.to_thread(work)
 
 
 def _in_chat_words(error: InvalidRequestError, body: ChatCompletionRequest) -> InvalidRequestError:

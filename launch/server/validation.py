@@ -222,13 +222,13 @@ def split_prompts(
     if not prompt:
         raise invalid("prompt", "must not be empty")
     if all(isinstance(entry, int) for entry in prompt):
-        return [_checked_ids(prompt, vocab_size)]
+        return [checked_ids("prompt", prompt, vocab_size)]
     if len(prompt) > max_prompts:
         raise invalid("prompt", f"must hold at most {max_prompts} prompts, not {len(prompt)}")
     if all(isinstance(entry, str) for entry in prompt):
         return [entry for entry in prompt if isinstance(entry, str)]
     if all(isinstance(entry, list) for entry in prompt):
-        return [_checked_ids(entry, vocab_size) for entry in prompt if isinstance(entry, list)]
+        return [checked_ids("prompt", entry, vocab_size) for entry in prompt if isinstance(entry, list)]
     raise invalid(
         "prompt", "must be a string, a list of strings, a list of token ids, or a list of those lists"
     )
@@ -288,15 +288,16 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def _in_vocabulary(field: str, ids: Sequence[int] | None, vocab_size: int) -> Sequence[int] | None:
-    if ids is not None and any(not 0 <= token_id < vocab_size for token_id in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise invalid(field, f"must be in the vocabulary, [0, {vocab_size - 1}]")
     return ids
 
 
-def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
-    for token_id in ids:
+def checked_ids(field: str, ids: Sequence[Any], vocab_size: int) -> list[int]:
+    """Check the token ids of a text. By whole passes: there may be millions."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
-            raise invalid("prompt", f"token id {token_id} is not in the vocabulary, [0, {vocab_size - 1}]")
+            raise invalid(field, f"token id {token_id} is not in the vocabulary, [0, {vocab_size - 1}]")
     return list(ids)
 
 

@@ -5,37 +5,17 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 
 from phalanx.launch.config import ServerConfig
 from phalanx.launch.listener import bind_listener, listener_url
-from phalanx.launch.server.app import create_app
-from phalanx.launch.server.http_server import make_server
-from phalanx.launch.server.service import Service
 from phalanx.shm.errors import ConfigError
-from support.server import ANSWER, FakeEngine, make_service
+from support.server import ANSWER, FakeEngine, make_service, running
 
 BODY = {"model": "tiny", "prompt": "a", "max_tokens": 20}
-
-
-@asynccontextmanager
-async def running(service: Service) -> AsyncIterator[str]:
-    """Serve on a port of its own until the block ends."""
-    listener = bind_listener(ServerConfig(port=0))
-    url = listener_url(listener)
-    started = asyncio.Event()
-    server = make_server(create_app(service), False, started.set)
-    task = asyncio.create_task(server.serve([listener]))
-    await started.wait()
-    try:
-        yield url
-    finally:
-        server.should_exit = True
-        await task
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:

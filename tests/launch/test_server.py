@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -294,6 +295,37 @@ def test_every_sample_is_a_choice_and_the_prompt_is_counted_once() -> None:
     assert [choice.message.content for choice in chat.choices] == [ANSWER, ANSWER]
 
 
+def test_samples_that_are_not_shown_are_counted_as_well() -> None:
+    class Choosing(FakeEngine):
+        """Makes as many samples as `best_of` says, and shows the first."""
+
+        async def generate(self, *arguments: Any, **named: Any) -> Any:
+            async for output in FakeEngine.generate(self, *arguments, **named):
+                shown = output.outputs if output.finished else []
+                yield replace(output, outputs=shown, num_output_tokens=output.num_output_tokens * 4)
+
+    service = make_service(Choosing())
+    body = {**COMPLETION, "prompt": ["a", "bc"], "best_of": 4, "temperature": 1}
+
+    usage = post(body, service=service).json()["usage"]
+
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 2 * 4 * len(ANSWER))
+    assert b'phalanx_generation_tokens_total{model_name="tiny"} 104.0' in service.metrics.render()
+
+
+def test_a_prompt_that_is_only_scored_is_counted() -> None:
+    service = make_service()
+
+    usage = post({**COMPLETION, "echo": True, "max_tokens": 0, "logprobs": 1}, service=service).json()[
+        "usage"
+    ]
+
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 0)
+    text = service.metrics.render().decode()
+    assert 'phalanx_prompt_tokens_total{model_name="tiny"} 6.0' in text
+    assert 'phalanx_generation_tokens_total{model_name="tiny"} 0.0' in text
+
+
 def test_every_sample_of_a_chat_streams_with_its_own_role_and_end() -> None:
     async def read(client: openai.AsyncOpenAI) -> list[Any]:
         return [chunk async for chunk in await client.chat.completions.create(**CHAT, n=2, stream=True)]
@@ -554,8 +586,18 @@ def test_wrong_places_and_methods_have_their_statuses() -> None:
     ]
 
 
-def test_a_body_of_another_type_is_415() -> None:
-    response = serve(make_service(), lambda client: client.post("/v1/completions", data={"prompt": "a"}))
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": ""},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+def test_a_body_of_another_type_is_415(headers: dict[str, str]) -> None:
+    response = serve(
+        make_service(), lambda client: client.post("/v1/completions", content=b"{}", headers=headers)
+    )
 
     assert response.status_code == 415
     error_of(response)
@@ -687,6 +729,14 @@ def test_text_becomes_tokens_and_tokens_text() -> None:
     assert bytes(chat["tokens"]) == b"user:Hi\nA:"
     assert back == {"prompt": "ab"}
     assert error_of(post({"tokens": [256]}, "/detokenize"))["param"] == "tokens"
+    long = "a" * 40_000
+    assert error_of(post({"prompt": long}, "/tokenize"))["param"] == "prompt"
+    assert (
+        error_of(post({"messages": [{"role": "user", "content": long}]}, "/tokenize"))["param"] == "messages"
+    )
+    assert post({"tokens": [97] * 20_000}, "/detokenize").json() == {"prompt": "a" * 20_000}
+    many = post({"prompt": "a" * 20_000, "return_token_strs": True}, "/tokenize").json()
+    assert many["token_strs"] == ["a"] * many["count"]
     assert post({}, "/tokenize").status_code == 400
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,11 @@ from phalanx.engine.input_processor import DEFAULT_OPTIONS, RequestOptions
 from phalanx.engine.logprobs import Logprob
 from phalanx.engine.messages import EngineStats, FinishReason
 from phalanx.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
+from phalanx.launch.config import ServerConfig
+from phalanx.launch.listener import bind_listener, listener_url
 from phalanx.launch.metrics import ServerMetrics
+from phalanx.launch.server.app import create_app
+from phalanx.launch.server.http_server import make_server
 from phalanx.launch.server.service import Gate, Service
 from phalanx.workers.sampling_params import SamplingParams
 
@@ -220,3 +225,19 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_blocks": 10,
     }
     return EngineStats(**{**values, **changes})
+
+
+@asynccontextmanager
+async def running(service: Service) -> AsyncIterator[str]:
+    """Serve on a port of its own until the block ends."""
+    listener = bind_listener(ServerConfig(port=0))
+    url = listener_url(listener)
+    started = asyncio.Event()
+    server = make_server(create_app(service), False, started.set)
+    task = asyncio.create_task(server.serve([listener]))
+    await started.wait()
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        await task
