@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
+from phalanx.workers.kernels.packed_weight import HalfWeight
 from phalanx.workers.layers import linear
 from phalanx.workers.sampling_params import SamplingParams
 from support.model_steps import StepDriver, make_worker
@@ -73,6 +74,25 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, shape: dict[str
     driver.add("a", prompt)
 
     assert driver.generate("a", 24) == reference_tokens(folder, prompt, 24)
+    worker.close()
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="FBGEMM is for x86-64")
+def test_a_bfloat16_checkpoint_served_in_float32_is_packed_as_halves_and_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16")
+    worker = make_worker(folder)
+    worker.start()
+    worker.initialize_kv_cache(32)
+    driver = StepDriver(worker)
+    stored = [module for module in worker.model.modules() if isinstance(module, linear.StoredWeight)]
+
+    driver.add("a", PROMPT)
+
+    assert stored
+    assert all(isinstance(module.packed, HalfWeight) for module in stored)
+    assert driver.generate("a", 24) == reference_tokens(folder, PROMPT, 24)
     worker.close()
 
 
