@@ -96,6 +96,7 @@ def test_every_interleaving_delivers_everything_and_ends(scenario: Scenario, mac
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", Machine)
 @pytest.mark.parametrize("scenario", [two_slots, two_readers_leave])
 def test_every_interleaving_of_more_delivers_everything_and_ends(
