@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 LONG_PROMPT = 20_000
 """Characters or tokens. From here on tokenising and hashing take milliseconds, and are done in a thread: other streams
 go on meanwhile."""
+LONG_FORM = 4096
+"""Characters of a specification of `structured_outputs`: likewise, for checking it."""
 
 
 class AsyncLLM:
@@ -228,7 +230,8 @@ class AsyncLLM:
             options=options,
             client_index=self._client_index,
         )
-        is_long = len(prompt) > LONG_PROMPT
+        form = params.structured_outputs
+        is_long = len(prompt) > LONG_PROMPT or (form is not None and form.num_characters > LONG_FORM)
         return await asyncio.to_thread(process) if is_long else process()
 
     async def _dispatch(self) -> None:

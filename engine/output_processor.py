@@ -235,6 +235,7 @@ class _RequestState:
         self._num_cached_tokens = 0
         self._first_token_at: float | None = None
         params = self.request.sampling_params
+        self._stop_token_ids = params.stop_token_ids
         self._texts = texts
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
@@ -280,7 +281,12 @@ class _RequestState:
         last = len(core_output.new_token_ids) - 1
         for index, token_id in enumerate(core_output.new_token_ids):
             self._token_ids.append(token_id)
-            is_end_token = index == last and core_output.finish_reason is FinishReason.STOP
+            is_end_token = (
+                index == last
+                and core_output.finish_reason is FinishReason.STOP
+                # A grammar may also end with text, where the model has no end token.
+                and (token_id in self.request.eos_token_ids or token_id in self._stop_token_ids)
+            )
             stop = None
             if self._detokenizer is not None:
                 stop = self._detokenizer.finish(token_id) if is_end_token else self._detokenizer.add(token_id)

@@ -35,6 +35,14 @@ class RequestStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Why a grammar takes no token. is_invalid: it is the client's specification that cannot go on."""
+
+    error: str
+    is_invalid: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Why a request ends: the reason, and the stop token when it was one of the client's."""
 
@@ -153,11 +161,6 @@ class Request:
         has_output = len(self.token_ids) > self.num_prompt_tokens
         return self.core_request.sampling_params.prompt_logprobs is not None and not has_output
 
-    @property
-    def has_allowed_tokens(self) -> bool:
-        """True when the client named the only tokens that may come."""
-        return self.core_request.sampling_params.allowed_token_ids is not None
-
     def begin_output(self) -> None:
         """Note that the first output is being made."""
         self.has_begun = True
@@ -165,15 +168,21 @@ class Request:
             self.attempt == 0 and self.matcher is None and self.core_request.sampling_params.logprobs is None
         )
 
-    def reject(self, token_id: int) -> str | None:
+    def reject(self, token_id: int) -> Rejection | None:
         """Move the grammar on by a sampled token. Returns what is wrong with the request when it cannot go on."""
         if self.matcher is None:
             return None
         allowed = self.core_request.sampling_params.allowed_token_ids
         # The sampler prefers the grammar where both together leave nothing.
         if allowed is not None and token_id not in allowed:
-            return "allowed_token_ids: the grammar of structured_outputs allows none of them here"
-        return None if self.matcher.accept((token_id,)) else "the output left its grammar"
+            error = "allowed_token_ids: the grammar of structured_outputs allows none of them here"
+            return Rejection(error=error, is_invalid=True)
+        if self.matcher.accept((token_id,)):
+            return None
+        problem = self.matcher.problem
+        if problem is None:
+            return Rejection(error="the output left its grammar", is_invalid=False)
+        return Rejection(error=f"structured_outputs: {problem}", is_invalid=True)
 
     def append_output_token(self, token_id: int) -> Stop | None:
         """Take over a sampled token, and say whether it ends the request."""

@@ -224,9 +224,9 @@ class Scheduler:
             if request.status is finished:
                 continue
             # A request that was preempted meanwhile takes its token like any other: it is a valid sample.
-            if request.matcher is not None and (error := request.reject(token_id)):
+            if request.matcher is not None and (rejection := request.reject(token_id)):
                 self._book.finish(request)
-                refused = refuse(request.core_request, error, is_invalid=request.has_allowed_tokens)
+                refused = refuse(request.core_request, rejection.error, is_invalid=rejection.is_invalid)
                 outputs.others.append(refused)
                 continue
             stop = request.append_output_token(token_id)

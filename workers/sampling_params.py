@@ -14,6 +14,8 @@ from ..shm.errors import ServingError
 
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_CHARACTERS = 1 << 18
+MAX_LARK_CHARACTERS = 1 << 16
+"""Rules are read by recursion; a chain of them this long takes some 80 MB."""
 MAX_SAMPLES = 128
 MAX_STOPS = 1024
 MAX_LISTED_TOKENS = 1024
@@ -65,8 +67,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         for text in texts:
             _require(isinstance(text, str) and text != "", field, "must be text, and not empty")
             _require("\0" not in text, field, "must not hold NUL")
-        size = sum(len(text) for text in texts)
-        _require(size <= MAX_GRAMMAR_CHARACTERS, field, f"must not be longer than {MAX_GRAMMAR_CHARACTERS}")
+        limit = MAX_LARK_CHARACTERS if name == "grammar" else MAX_GRAMMAR_CHARACTERS
+        _require(self.num_characters <= limit, field, f"must not be longer than {limit} characters")
+
+    @property
+    def num_characters(self) -> int:
+        """Length of the specification."""
+        return sum(map(len, (*(self.choice or ()), self.json or "", self.regex or "", self.grammar or "")))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,12 +32,19 @@ class Matcher(Protocol):
         """True when the grammar has ended: nothing but end tokens may follow, or one has come."""
         ...
 
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can follow although the grammar is not complete, in words for the client; None: it can."""
+        ...
+
     def fill(self, words: Words) -> None:
         """Write which tokens may come next. Overwrites all of `words`."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Move on by these tokens; all or nothing. False: one of them is not allowed, and nothing has changed."""
+        """Move on by these tokens; all or nothing. False: one of them is not allowed, and nothing has changed, or
+        the grammar cannot go on behind them (`problem`).
+        """
         ...
 
     def probe(self, token_ids: Sequence[int]) -> int:

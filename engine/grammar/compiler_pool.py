@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 
 from ...workers.sampling_params import StructuredOutputs
 from .backend import Grammar, GrammarCompiler, GrammarError
+from .deep_stack import start_on_deep_stack
 
 NUM_THREADS = 2
 """One long compilation does not hold up all others; more would take the cores of the ranks."""
@@ -161,9 +162,7 @@ class CompilerPool:
             num_missing = 0 if self._is_closed else max(0, num_allowed - self._num_workers)
             self._num_workers += num_missing
         for _ in range(num_missing):
-            thread = threading.Thread(target=self._work, name="grammar", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_on_deep_stack(self._work, "grammar"))
 
     def _work(self) -> None:
         """Compile one after the other, until the pool is closed or this thread has been replaced."""

@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ...workers.sampling_params import StructuredOutputs
 from ..tokenizer import Tokenizer
 from .backend import GrammarError, Words
+from .deep_stack import call_on_deep_stack
 
 MAX_CACHED_GRAMMARS = 64
 MAX_MESSAGE_CHARACTERS = 200
@@ -30,17 +31,30 @@ _OPTIONS_KEY = "x-guidance"
 
 
 def check_spec(spec: StructuredOutputs) -> None:
-    """Refuse what can be seen to be wrong without a tokenizer. Takes milliseconds. Raises GrammarError."""
-    problem = LLMatcher.validate_grammar(to_llguidance(spec))
+    """Refuse what can be seen to be wrong without a tokenizer. Raises GrammarError.
+
+    Takes milliseconds; for the largest specifications up to a second, in which other threads run.
+    """
+    source = to_llguidance(spec)
+    problem = call_on_deep_stack(lambda: LLMatcher.validate_grammar(source))
     if problem:
         raise GrammarError(_first_words(problem))
 
 
 def to_llguidance(spec: StructuredOutputs) -> str:
-    """Write a specification as the library reads it. Raises GrammarError when it is not even JSON."""
+    """Write a specification as the library reads it. Raises GrammarError when it is not even text or JSON."""
+    try:
+        return _write(spec)
+    # JSON that is too deep for the library or for us, and text that is no Unicode (half a surrogate pair).
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_first_words(str(error))) from None
+
+
+def _write(spec: StructuredOutputs) -> str:
     if spec.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(spec.choice))
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        texts = " | ".join(json.dumps(text) for text in dict.fromkeys(spec.choice))
+        # One terminal: as alternatives of a rule, each would be an item of the parser, which takes 2000.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if spec.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_STYLE)
     if spec.json is not None:
@@ -116,10 +130,19 @@ class LLGuidanceMatcher:
         ends = np.array(sorted(end_token_ids), dtype=np.int64)
         self._end_words, self._end_bits = ends >> 5, np.uint32(1) << (ends & 31).astype(np.uint32)
         self._has_ended = False
+        self._is_stuck = False
 
     @property
     def is_finished(self) -> bool:
         return self._has_ended or self._matcher.is_stopped()
+
+    @property
+    def problem(self) -> str | None:
+        if self._matcher.is_error():
+            return _first_words(self._matcher.get_error())
+        if self._is_stuck:
+            return "the grammar asks for a token that ends the output (stop_token_ids) where it cannot end"
+        return None
 
     def fill(self, words: Words) -> None:
         words[:] = 0
@@ -129,6 +152,7 @@ class LLGuidanceMatcher:
             np.bitwise_and.at(words, self._end_words, ~self._end_bits)
         if self.is_finished or self._matcher.is_accepting():
             np.bitwise_or.at(words, self._end_words, self._end_bits)
+        self._is_stuck = not words.any()
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         if self.probe(token_ids) < len(token_ids):
@@ -137,8 +161,8 @@ class LLGuidanceMatcher:
             self._has_ended = True
             token_ids = token_ids[:-1]
         if token_ids:
-            num_taken = self._matcher.try_consume_tokens(list(token_ids))
-            assert num_taken == len(token_ids), "the library refuses what it has just allowed"
+            # Fewer: what comes after them is beyond a limit of the library, and the matcher has broken.
+            return self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
         return True
 
     def probe(self, token_ids: Sequence[int]) -> int:

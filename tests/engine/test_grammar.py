@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -62,7 +64,12 @@ def walk(matcher, tokenizer, rng, *, max_tokens=400):
 
 
 @pytest.mark.parametrize(
-    "texts", [("yes", "no"), ("a", "ab", "abc"), ("é😀", 'quo"te', "back\\slash", "new\nline")]
+    "texts",
+    [
+        ("yes", "no"),
+        ("a", "ab", "abc"),
+        ("é😀", 'quo"te', "back\\slash", "new\nline", "/a/", "(b|c)", "\x01\x7f\t", "CHOICE", "<|im_end|>"),
+    ],
 )
 def test_every_choice_can_be_reached_also_when_one_is_the_beginning_of_another(compiler, tokenizer, texts):
     seen = set()
@@ -70,6 +77,13 @@ def test_every_choice_can_be_reached_also_when_one_is_the_beginning_of_another(c
         seen.add(walk(start(compiler, tokenizer, choice=texts), tokenizer, random.Random(seed)))
 
     assert seen == set(texts)
+
+
+def test_a_choice_may_have_thousands_of_texts(compiler, tokenizer):
+    texts = [f"choice number {number}" for number in range(5000)]
+
+    for seed in range(3):
+        assert walk(start(compiler, tokenizer, choice=texts), tokenizer, random.Random(seed)) in texts
 
 
 @pytest.mark.parametrize("regex", [r"[ab]+c", r"[0-9]{3}-[0-9]{2}", r"(?i)x(yz)?", r"a{2,4}|b"])
@@ -237,6 +251,11 @@ def test_what_the_mask_allows_is_accepted_and_nothing_else(compiler, tokenizer, 
         ({"regex": "["}, "unclosed"),
         ({"grammar": "start: foo"}, "unknown name"),
         ({"grammar": "garbage"}, "Expected token"),
+        ({"json": '{"items": ' * 200 + "{}" + "}" * 200}, "recursion"),
+        ({"json": '{"items": ' * 10_000 + "{}" + "}" * 10_000}, "recursion"),
+        ({"json": '{"const": "\\ud800"}'}, "hex escape"),
+        ({"regex": "\ud800"}, "surrogates"),
+        ({"choice": ("\ud800",)}, "hex escape"),
     ],
 )
 def test_what_cannot_be_held_to_is_refused_in_a_sentence(spec, problem):
@@ -248,11 +267,71 @@ def test_what_cannot_be_held_to_is_refused_in_a_sentence(spec, problem):
 @pytest.mark.parametrize(
     "spec",
     [{}, {"choice": ("a",), "regex": "a"}, {"choice": ()}, {"choice": ("",)}, {"choice": "ab"}, {"regex": ""},
-     {"grammar": "a\0b"}, {"json": "x" * (1 << 19)}],
+     {"grammar": "a\0b"}, {"json": "x" * (1 << 19)}, {"grammar": "x" * (1 << 17)}],
 )  # fmt: skip
 def test_a_specification_has_one_form_that_is_not_empty(spec):
     with pytest.raises(SamplingParamsError):
         StructuredOutputs(**spec)
+
+
+DEEP = """
+from queue import SimpleQueue
+from phalanx.engine.grammar.compiler_pool import CompilerPool
+from phalanx.engine.grammar.llguidance_backend import LLGuidanceCompiler, check_spec
+from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.workers.sampling_params import StructuredOutputs
+
+rules = "".join(f"r{number}: (((r{number + 1})))\\n" for number in range(2900))
+defs = ",".join(f'"{number}":{{"items":{{"$ref":"#/d/{number + 1}"}}}}' for number in range(6500))
+done = SimpleQueue()
+pool = CompilerPool(
+    LLGuidanceCompiler(lambda: load_tokenizer(PATH), vocab_size=400), lambda: done.put(1), timeout_s=60
+)
+for spec in (
+    StructuredOutputs(grammar=f'start: r0\\n{rules}r2900: "x"'),
+    StructuredOutputs(json=f'{{"$ref":"#/d/0","d":{{{defs},"6500":{{}}}}}}'),
+):
+    try:
+        check_spec(spec)
+    except Exception as error:
+        print(type(error).__name__)
+    pool.submit("r", 0, spec)
+    done.get()
+"""
+
+
+def test_definitions_that_name_each_other_thousands_deep_end_no_process(tokenizer, tmp_path):
+    """In a process of its own: what it would be is no exception."""
+    script = f"PATH = {str(build_byte_level(tmp_path))!r}\n{DEEP}"
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() in ([], ["GrammarError"]), "the schema may be too large"
+
+
+def test_a_grammar_beyond_a_limit_of_the_library_says_so_and_allows_nothing_more(compiler, tokenizer):
+    matcher = start(compiler, tokenizer, grammar="start: " + " | ".join(f'"a{i}"' for i in range(3000)))
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    assert matcher.problem is None
+    assert allowed(matcher, tokenizer.vocab_size) == [a]
+
+    assert not matcher.accept([a])
+
+    assert "3001 items" in matcher.problem
+    assert "\n" not in matcher.problem
+    assert allowed(matcher, tokenizer.vocab_size) == [tokenizer.eos_token_id]
+    assert not matcher.accept([tokenizer.eos_token_id])
+
+
+def test_a_grammar_that_needs_an_end_token_where_it_cannot_end_says_so(compiler, tokenizer):
+    (x,) = tokenizer.encode("X", add_special_tokens=False)
+    matcher = start(compiler, tokenizer, choice=("XX",), end_token_ids=[x, tokenizer.eos_token_id])
+
+    assert allowed(matcher, tokenizer.vocab_size + PADDING) == []
+    assert not matcher.accept([x])
+
+    assert "stop_token_ids" in matcher.problem
 
 
 class OddCompiler:

@@ -258,7 +258,7 @@ def test_what_a_request_says_depends_on_itself_alone(llm, model, options):
     assert 9 not in together[2].outputs[0].token_ids
 
 
-def test_a_grammar_and_allowed_tokens_that_leave_nothing_end_the_request_and_name_both(model):
+def test_a_grammar_that_cannot_go_on_ends_its_request_and_says_why(model):
     form = StructuredOutputs(choice=("yes",))
 
     # One of its own: the threads that compile grammars end with it.
@@ -267,5 +267,13 @@ def test_a_grammar_and_allowed_tokens_that_leave_nothing_end_the_request_and_nam
             InvalidRequestError, match=r"allowed_token_ids: the grammar of structured_outputs"
         ):
             llm.generate([5, 6], SamplingParams(structured_outputs=form, allowed_token_ids=(0,)))
+        (x,) = llm.tokenizer.encode("X", add_special_tokens=False)
+        for spec, problem in (
+            ({"choice": ("XX",)}, "stop_token_ids"),
+            ({"grammar": "start: " + " | ".join(f'"a{i}"' for i in range(3000))}, "3001 items"),
+        ):
+            params = SamplingParams(structured_outputs=StructuredOutputs(**spec), stop_token_ids=(x,))
+            with pytest.raises(InvalidRequestError, match=f"structured_outputs: .*{problem}"):
+                llm.generate([5, 6], params)
 
         assert llm.generate([5, 6], SamplingParams(structured_outputs=form))[0].outputs[0].text == "yes"

@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory):
 
 
 def add(processor, *, stream=None, kind=OutputKind.CUMULATIVE, **request):
-    core_request = make_request(**request)
+    core_request = make_request(**{"eos_token_ids": (2,), **request})
     processor.add_request(ProcessedRequest(core_request=core_request, prompt=None), stream=stream, kind=kind)
 
 
@@ -99,6 +99,15 @@ def test_a_stop_string_before_the_end_token_of_one_step_wins(tokenizer):
     assert result.outputs[0].outputs[0].text == "Hello "
     assert result.outputs[0].outputs[0].stop_reason == "STOP"
     assert result.abort_request_ids == []
+
+
+def test_text_that_ends_a_grammar_is_shown_where_the_model_has_no_end_token(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    add(processor, eos_token_ids=())
+
+    result = processor.process(pack([output(*tokenizer.encode("Hello"), finish_reason=FinishReason.STOP)]))
+
+    assert result.outputs[0].outputs[0].text == "Hello"
 
 
 def test_outputs_of_an_older_attempt_are_dropped(tokenizer):

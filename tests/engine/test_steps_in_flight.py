@@ -326,6 +326,8 @@ class EvenOnly:
     def __init__(self):
         self.taken = []
 
+    problem = None
+
     @property
     def is_finished(self):
         return len(self.taken) >= 3
