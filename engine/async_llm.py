@@ -40,6 +40,10 @@ LONG_PROMPT = 20_000
 go on meanwhile."""
 LONG_FORM = 4096
 """Characters of a specification of `structured_outputs`: likewise, for checking it."""
+MANY_WORDS = 32
+"""Bad words: likewise."""
+SAMPLES_AT_ONCE = 16
+"""Of one prompt: after so many others have their turn."""
 
 
 class AsyncLLM:
@@ -147,7 +151,9 @@ class AsyncLLM:
         core_requests = self._outputs.add_request(processed, stream=stream, kind=output_kind)
         is_finished = False
         try:
-            for core_request in core_requests:
+            for number, core_request in enumerate(core_requests):
+                if number % SAMPLES_AT_ONCE == SAMPLES_AT_ONCE - 1:
+                    await asyncio.sleep(0)
                 await self._client.add_request(core_request)
             while not is_finished:
                 try:
@@ -232,6 +238,8 @@ class AsyncLLM:
         )
         form = params.structured_outputs
         is_long = len(prompt) > LONG_PROMPT or (form is not None and form.num_characters > LONG_FORM)
+        # Each bad word is tokenised twice.
+        is_long = is_long or len(params.bad_words) > MANY_WORDS
         return await asyncio.to_thread(process) if is_long else process()
 
     async def _dispatch(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ..workers.config import DEFAULT_MAX_LOGPROBS, ModelConfig
-from ..workers.sampling_params import SamplingParams
+from ..workers.sampling_params import MAX_LISTED_TOKENS, SamplingParams
 from ..workers.transformer_config import read_transformer_config
 from .block_hash import extend_block_hashes, extra_keys_of
 from .chat_template import ChatTemplate
@@ -145,7 +145,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             # No tokenizer makes fewer tokens than this; text far beyond the context is not worth encoding.
             if len(prompt) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
-                raise self._too_long(f"{len(prompt)} characters")
+                raise prompt_too_long(f"{len(prompt)} characters", self.max_model_len)
             text, prompt_token_ids = prompt, self.tokenizer.encode(prompt)
         else:
             text, prompt_token_ids = None, list(prompt)
@@ -154,7 +154,7 @@ class InputProcessor:
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if num_prompt_tokens >= self.max_model_len:
-            raise self._too_long(f"{num_prompt_tokens} tokens")
+            raise prompt_too_long(f"{num_prompt_tokens} tokens", self.max_model_len)
         _check_options(options)
         arrived_at = self._clock() if arrived_at is None else arrived_at
         spec = params.structured_outputs
@@ -239,6 +239,11 @@ class InputProcessor:
         plain = tuple(self.tokenizer.encode(word, add_special_tokens=False))
         if not plain:
             raise InvalidRequestError(f"bad_words holds {word!r}, which has no tokens", field="bad_words")
+        if len(plain) > MAX_LISTED_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words holds a text of {len(plain)} tokens; {MAX_LISTED_TOKENS} are the most",
+                field="bad_words",
+            )
         spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         # Otherwise the space is a token of its own, and what follows it is the word as it stands.
         is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
@@ -256,12 +261,14 @@ class InputProcessor:
                     field="prompt",
                 )
 
-    def _too_long(self, length: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the prompt has {length}; with at least one output token it must fit the context length of "
-            f"{self.max_model_len} tokens",
-            field="prompt",
-        )
+
+def prompt_too_long(length: str, max_model_len: int) -> InvalidRequestError:
+    """Say that a prompt leaves no room for an output. length: how long it is, in words."""
+    return InvalidRequestError(
+        f"the prompt has {length}; with at least one output token it must fit the context length of "
+        f"{max_model_len} tokens",
+        field="prompt",
+    )
 
 
 def _check_options(options: RequestOptions) -> None:

@@ -20,6 +20,9 @@ from . import gguf_tokenizer
 
 log = logging.getLogger(__name__)
 
+LONG_TEXT = 4096
+"""Characters, or tokens. The library keeps the interpreter's lock while it works on one text, but not on a list of
+them: of the longer ones, which take milliseconds to seconds, a list of one is made. Other threads run meanwhile."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -159,11 +162,19 @@ class _NativeCodec:
         self._native = native
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._native.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int]
+        if len(text) < LONG_TEXT:
+            ids = self._native.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._native.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._native.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(token_ids) < LONG_TEXT:
+            text = self._native.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._native.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str | None:

@@ -97,8 +97,12 @@ async def run_jobs(service: Service, jobs: Sequence[Job]) -> AsyncGenerator[Piec
         return
     # As many pieces as jobs: a slow client holds the jobs back instead of filling memory.
     queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(maxsize=len(jobs))
-    tasks = [asyncio.create_task(_feed(service, job, queue)) for job in jobs]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for job in jobs:
+            tasks.append(asyncio.create_task(_feed(service, job, queue)))
+            # Each begins with some work, and others want their turn between them.
+            await asyncio.sleep(0)
         num_running = len(tasks)
         while num_running:
             match await queue.get():

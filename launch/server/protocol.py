@@ -61,6 +61,8 @@ class StructuredOutputsField(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
 
+    structural_tag: Any = None
+
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What both kinds of completion share. The last few cannot be served yet: see validation.py."""
@@ -101,6 +103,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):

@@ -5,11 +5,10 @@ before its answer begins, so that everything that is wrong with it has a status 
 """
 
 import asyncio
-import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,7 +16,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...engine.errors import InvalidRequestError
-from ...engine.input_processor import MAX_CHARACTERS_PER_TOKEN
 from .answers import (
     Answer,
     CompletionForm,
@@ -31,6 +29,7 @@ from .answers import (
 from .errors import ApiError, ClientGoneError, invalid
 from .generation import Job, Piece, UsageCounter, run_jobs
 from .logprobs import prompt_logprobs
+from .prompts import beside, encode, fit, fit_prompts, show
 from .protocol import (
     ChatCompletionRequest,
     ChatResponse,
@@ -46,6 +45,7 @@ from .routing_headers import with_routing
 from .service import Service
 from .sse import QUIET_S, EventStream, run_watched
 from .validation import (
+    check_num_samples,
     checked_ids,
     decode_body,
     is_scoring,
@@ -53,13 +53,8 @@ from .validation import (
     sampling_params,
     split_prompts,
     template_messages,
-    truncate_prompt,
 )
 
-T = TypeVar("T")
-
-THREAD_SIZE = 1 << 14
-"""From so many characters or tokens on, work is done in a thread: the event loop has other clients."""
 BODY_S = 300.0
 """For a body to arrive. Who sends it byte by byte holds a place, and in the end the memory of the largest one."""
 RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
@@ -67,21 +62,19 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_g
 
 async def create_completion(service: Service, request: Request) -> Response:
     """POST /v1/completions."""
-    body = decode_body(await read_body(service, request), CompletionRequest)
+    raw = await read_body(service, request)
+    body = decode_body(raw, CompletionRequest)
     service.check_model(body.model)
     service.check_open()
-    params = sampling_params(body, vocab_size=service.vocab_size)
+    params = await beside(len(raw), lambda: sampling_params(body, vocab_size=service.vocab_size))
     prompts = split_prompts(body.prompt, vocab_size=service.vocab_size, max_prompts=service.max_prompts)
+    check_num_samples(len(prompts), params)
     header = _header("cmpl", service)
     options = with_routing(request_options(body), request, body.user)
     jobs: list[Job] = []
     forms: list[CompletionForm] = []
-    for index, prompt in enumerate(prompts):
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = await _encode(service, prompt, add_special_tokens=body.add_special_tokens is not False)
-        assert isinstance(ids, list)
-        ids = truncate_prompt(ids, body, params, max_model_len=service.max_model_len)
+    for index, prompt in enumerate(await fit_prompts(service, body, params, prompts)):
+        ids = prompt.token_ids
         fitting = params
         if body.max_tokens is None and len(ids) + (params.max_tokens or 0) > service.max_model_len:
             # The default is ours, not the client's: near the end of the context it gives way.
@@ -95,15 +88,10 @@ async def create_completion(service: Service, request: Request) -> Response:
             is_scoring=is_scoring(body),
         )
         jobs.append(job)
-        echo = ""
-        # What is too long is refused by the engine; its text is not worth the time.
-        if body.echo and len(ids) < service.max_model_len:
-            is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
-            echo = prompt if is_whole and isinstance(prompt, str) else service.codec.decode(ids)
         form = CompletionForm(
             job=job,
             codec=service.codec,
-            echo=echo,
+            echo=prompt.echo,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
         )
         forms += [form] * params.n
@@ -130,23 +118,28 @@ async def create_completion(service: Service, request: Request) -> Response:
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
     """POST /v1/chat/completions."""
-    body = decode_body(await read_body(service, request), ChatCompletionRequest)
+    raw = await read_body(service, request)
+    body = decode_body(raw, ChatCompletionRequest)
     service.check_model(body.model)
     service.check_open()
-    params = sampling_params(body, vocab_size=service.vocab_size)
+    params = await beside(len(raw), lambda: sampling_params(body, vocab_size=service.vocab_size))
     variables = body.chat_template_kwargs or {}
     if reserved := RESERVED_VARIABLES & variables.keys():
         raise invalid("chat_template_kwargs", f"must not hold {sorted(reserved)[0]!r}")
-    text = service.renderer.render(
-        template_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        **variables,
-    )
     header = _header("chatcmpl", service)
-    try:
+
+    def read() -> list[int]:
+        text = service.renderer.render(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            **variables,
+        )
         # Templates write the special tokens themselves; a second one at the front would be a different prompt.
-        ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens))
-        ids = truncate_prompt(ids, body, params, max_model_len=service.max_model_len)
+        ids = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+        return fit(service, ids, body, params)
+
+    try:
+        ids = await beside(len(raw), read)
         options = with_routing(request_options(body), request, body.user)
         jobs = [Job(index=0, request_id=header.id, prompt_token_ids=ids, params=params, options=options)]
         request.state.request_ids = [header.id]
@@ -186,25 +179,31 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 async def tokenize(service: Service, request: Request) -> Response:
     """POST /tokenize."""
-    body = decode_body(await read_body(service, request), TokenizeRequest)
+    raw = await read_body(service, request)
+    body = decode_body(raw, TokenizeRequest)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
+    prompt, messages = body.prompt, body.messages
+    if (prompt is None) == (messages is None):
         raise invalid("prompt", "give either prompt or messages")
-    if body.prompt is not None:
-        ids = await _encode(service, body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    else:
-        text = service.renderer.render(
-            template_messages(body.messages or []),
-            add_generation_prompt=body.add_generation_prompt is not False,
+
+    def work() -> Response:
+        if prompt is not None:
+            ids = encode(service, prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            text = service.renderer.render(
+                template_messages(messages or []),
+                add_generation_prompt=body.add_generation_prompt is not False,
+            )
+            adds = bool(body.add_special_tokens)
+            ids = encode(service, text, add_special_tokens=adds, field="messages")
+        strings = [show(service, [token_id]) for token_id in ids] if body.return_token_strs else None
+        return json_response(
+            TokenizeResponse(
+                count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings
+            )
         )
-        ids = await _encode(service, text, add_special_tokens=bool(body.add_special_tokens), field="messages")
-    strings = None
-    if body.return_token_strs:
-        strings = await _beside(len(ids), lambda: [_show(service, [token_id]) for token_id in ids])
-    answer = TokenizeResponse(
-        count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings
-    )
-    return await _beside(len(ids), lambda: json_response(answer))
+
+    return await beside(len(raw), work)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -212,7 +211,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(service, request), DetokenizeRequest)
     service.check_model(body.model)
     ids = checked_ids("tokens", body.tokens, service.vocab_size)
-    return json_response(DetokenizeResponse(prompt=await _beside(len(ids), lambda: _show(service, ids))))
+    return json_response(DetokenizeResponse(prompt=await beside(len(ids), lambda: show(service, ids))))
 
 
 async def read_body(service: Service, request: Request) -> bytes:
@@ -289,25 +288,6 @@ async def _give_up(first: "asyncio.Future[Piece]", rest: AsyncGenerator[Piece, N
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await rest.aclose()
-
-
-async def _encode(
-    service: Service, text: str, *, add_special_tokens: bool, field: str = "prompt"
-) -> list[int]:
-    # Checked before it is encoded, which takes seconds for what can never fit.
-    if len(text) > service.max_model_len * MAX_CHARACTERS_PER_TOKEN:
-        raise InvalidRequestError(f"the prompt of {len(text)} characters is too long", field=field)
-    encode = functools.partial(service.codec.encode, text, add_special_tokens=add_special_tokens)
-    return await _beside(len(text), encode)
-
-
-def _show(service: Service, ids: Sequence[int]) -> str:
-    return service.codec.decode(ids, skip_special_tokens=False)
-
-
-async def _beside(size: int, work: Callable[[], T]) -> T:
-    """Run `work`, in a thread when it is long. size: characters or tokens."""
-    return work() if size < THREAD_SIZE else await asyncio.to_thread(work)
 
 
 def _in_chat_words(error: InvalidRequestError, body: ChatCompletionRequest) -> InvalidRequestError:

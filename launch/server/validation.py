@@ -30,6 +30,10 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ID_DIGITS = 18
+MAX_BAD_WORD_CHARACTERS = 1 << 14
+"""Of all bad words together: each is tokenised twice."""
+MAX_SAMPLES_IN_ALL = 2048
+"""Of all prompts of a request, when there are several of each."""
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when the client says nothing, as OpenAI has it."""
 
@@ -37,6 +41,11 @@ DEFAULT_COMPLETION_TOKENS = 16
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "kv_transfer_params": ({},),
+    "use_beam_search": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
     "suffix": ("",),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -96,6 +105,10 @@ def sampling_params(request: SamplingFields, *, vocab_size: int) -> SamplingPara
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids")
     _in_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
+    if sum(map(len, request.bad_words or ())) > MAX_BAD_WORD_CHARACTERS:
+        raise invalid("bad_words", f"must hold at most {MAX_BAD_WORD_CHARACTERS} characters in all")
+    if len(request.allowed_token_ids or ()) > vocab_size:
+        raise invalid("allowed_token_ids", f"must hold at most {vocab_size} ids, as the vocabulary does")
     top_k = request.top_k
     if top_k is not None and top_k >= vocab_size:
         top_k = 0
@@ -146,6 +159,15 @@ def _best_of(request: SamplingFields) -> int | None:
     return request.best_of
 
 
+def check_num_samples(num_prompts: int, params: SamplingParams) -> None:
+    """Refuse more samples for all prompts together than any queue takes."""
+    if params.num_samples > 1 and num_prompts * params.num_samples > MAX_SAMPLES_IN_ALL:
+        raise invalid(
+            "n" if params.best_of is None else "best_of",
+            f"{num_prompts} prompts with {params.num_samples} samples each are more than {MAX_SAMPLES_IN_ALL}",
+        )
+
+
 def is_scoring(request: CompletionRequest) -> bool:
     """True when the prompt is to be judged and nothing written: echo with max_tokens 0."""
     return bool(request.echo) and request.max_tokens == 0
@@ -182,6 +204,8 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
         wanted = None
     if wanted is None and extra is None:
         return None
+    if extra is not None and extra.structural_tag is not None:
+        raise _unsupported("structured_outputs.structural_tag")
     if wanted is not None and extra is not None:
         raise invalid("structured_outputs", "is not allowed together with response_format")
     name = "structured_outputs" if extra is not None else "response_format"
@@ -315,7 +339,11 @@ def _refuse_unsupported(request: SamplingFields) -> None:
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in off_values
         ):
             continue
-        raise ApiError(400, f"{field}: is not supported", param=field, code="unsupported_parameter")
+        raise _unsupported(field)
+
+
+def _unsupported(field: str) -> ApiError:
+    return ApiError(400, f"{field}: is not supported", param=field, code="unsupported_parameter")
 
 
 def _type_error(message: str) -> ApiError:

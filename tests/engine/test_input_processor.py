@@ -57,6 +57,7 @@ def test_ignore_eos_leaves_no_end_tokens_and_a_given_seed_stays(inputs):
         ([1], {"logit_bias": {400: 1.0}}, "logit_bias"),
         ([1], {"allowed_token_ids": (3, 400)}, "allowed_token_ids"),
         ([1], {"bad_words_token_ids": ((3,), (3, 400))}, "bad_words_token_ids"),
+        ([1], {"bad_words": ("word " * 1025,)}, "bad_words"),
         ([1], {"logprobs": 21}, "logprobs"),
         ([1], {"logprobs": -1}, "logprobs"),
         ([1], {"prompt_logprobs": 21}, "prompt_logprobs"),

@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from phalanx.engine.chat_template import ChatTemplate
 from phalanx.engine.errors import InvalidRequestError
-from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.engine.tokenizer import LONG_TEXT, load_tokenizer
 from phalanx.shm.errors import ConfigError
+from support.launch import TINY_MODEL
 from support.tokenizers import build_byte_level, build_metaspace
 
 TEXTS = ["Hello world", " leading", "你好 🌶", "", "a<|im_end|>b</s>c", "new\nline\t tab  two"]
@@ -90,7 +94,7 @@ def test_a_folder_without_tokenizer_says_so(tmp_path):
 def test_loading_a_tokenizer_does_not_import_torch(tmp_path):
     folder = build_byte_level(tmp_path)
     code = (
-        "import sys; from phalanx.engine.tokenizer import load_tokenizer; "
+        "import sys; from phalanx.engine.tokenizer import LONG_TEXT, load_tokenizer; "
         f"load_tokenizer({str(folder)!r}).encode('hi'); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
@@ -165,3 +169,41 @@ def test_a_broken_file_names_itself(tmp_path):
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(folder)
+
+
+def test_long_texts_are_the_same_tokens_and_let_other_threads_run() -> None:
+    tokenizer = load_tokenizer(TINY_MODEL)
+    line = "Licensed under the Apache License, Version 2.0.\n"
+    text = line * (100_000 // len(line))
+    num_rounds = 0
+    is_over = False
+
+    def count() -> None:
+        nonlocal num_rounds
+        while not is_over:
+            num_rounds += 1
+            time.sleep(0)
+
+    def rounds_during(work: Callable[[], object]) -> int:
+        # Whoever has just got the interpreter's lock is asked for it only after some milliseconds: what is counted
+        # here was counted because it was given away.
+        time.sleep(0)
+        before = num_rounds
+        work()
+        return num_rounds - before
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    try:
+        ids = tokenizer.encode(text)
+        assert max(rounds_during(lambda: tokenizer.encode(text)) for _ in range(3)) > 100
+        assert max(rounds_during(lambda: tokenizer.decode(ids)) for _ in range(3)) > 10
+    finally:
+        is_over = True
+        counting.join()
+    assert tokenizer.decode(ids) == text
+    # Each line begins anew for this tokenizer, so its pieces are those of the whole.
+    short = line * (LONG_TEXT // len(line))
+    assert tokenizer.encode(short) + tokenizer.encode(line, add_special_tokens=False) == tokenizer.encode(
+        short + line
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from phalanx.engine.input_processor import RequestOptions
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.service import Service
 from phalanx.workers.sampling_params import StructuredOutputs
-from support.server import ANSWER, FakeCluster, FakeEngine, make_service, make_stats
+from support.server import ANSWER, FakeCluster, FakeEngine, LetterCodec, make_service, make_stats
 
 COMPLETION = {"model": "tiny", "prompt": "Say it", "max_tokens": 20}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
@@ -484,6 +485,11 @@ def test_an_error_within_a_stream_is_an_event_and_the_stream_ends() -> None:
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
         ),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"bad_words": ["a" * 40] * 410}, "bad_words"),
+        ({"allowed_token_ids": [1] * 257}, "allowed_token_ids"),
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
@@ -566,6 +572,77 @@ def test_a_body_that_is_no_json_object_is_400(content: bytes) -> None:
 
     assert response.status_code == 400
     error_of(response)
+
+
+@pytest.mark.parametrize(("change", "param"), [({"n": 128}, "n"), ({"best_of": 128}, "best_of")])
+def test_prompts_and_samples_together_have_a_bound(change: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    service = make_service(engine, max_prompts=64)
+    body = {**COMPLETION, **change, "temperature": 1}
+
+    refused = post({**body, "prompt": ["a"] * 17}, service=service)
+
+    assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+    assert not engine.asked
+    assert post({**body, "prompt": ["a"] * 16}, service=service).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 20_000}),
+        ("/v1/completions", {"prompt": ["a" * 50] * 400}),
+        ("/v1/completions", {"prompt": [[97] * 50] * 400, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1000}),
+        ("/tokenize", {"prompt": "a" * 20_000, "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 1000}),
+        ("/detokenize", {"tokens": [97] * 20_000}),
+    ],
+)
+def test_long_work_is_done_beside_the_event_loop(path: str, body: dict[str, Any]) -> None:
+    threads = set()
+
+    class Watched(LetterCodec):
+        def encode(self, *arguments: Any, **named: Any) -> list[int]:
+            threads.add(threading.current_thread())
+            return super().encode(*arguments, **named)
+
+        def decode(self, *arguments: Any, **named: Any) -> str:
+            threads.add(threading.current_thread())
+            return super().decode(*arguments, **named)
+
+    response = post(body, path, make_service(codec=Watched(), max_prompts=500))
+
+    assert response.status_code in (200, 400)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_many_prompts_leave_others_their_turns() -> None:
+    turns = 0
+    begun_at = []
+
+    class Watched(FakeEngine):
+        async def generate(self, *arguments: Any, **named: Any) -> Any:
+            begun_at.append(turns)
+            async for output in FakeEngine.generate(self, *arguments, **named):
+                yield output
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def work(client: httpx.AsyncClient) -> httpx.Response:
+        other = asyncio.create_task(take_turns())
+        try:
+            return await client.post("/v1/completions", json={**COMPLETION, "prompt": ["a"] * 50})
+        finally:
+            other.cancel()
+
+    assert serve(make_service(Watched(), max_prompts=50), work).status_code == 200
+    assert len(set(begun_at)) == 50
 
 
 def test_wrong_places_and_methods_have_their_statuses() -> None:
