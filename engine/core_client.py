@@ -25,7 +25,7 @@ import zmq.asyncio
 from ..shm.errors import ProcessDiedError
 from ..shm.process import ChildMessage, ChildProcess, ChildSpec, Progress, Spawner, wait_all_ready
 from ..shm.runtime_dir import RuntimeDir
-from ..shm.sockets import bind_pull, connect_push
+from ..shm.sockets import UNBOUNDED, bind_pull, connect_push
 from ..workers.messages import ExecutorReport
 from .config import EngineConfig
 from .core_args import EngineCoreArgs, EngineCoreReady
@@ -103,7 +103,10 @@ class CoreSockets:
     def connect(self, dp_rank: int, input_address: str) -> None:
         """Reach a replica, and say hello. Again for the same rank: forget the old address first."""
         self.disconnect(dp_rank)
-        self._replicas[dp_rank] = connect_push(self._send_context, input_address)
+        # What could not be sent would never be answered; a replica that takes nothing is watched, and lost.
+        self._replicas[dp_rank] = connect_push(
+            self._send_context, input_address, max_queued_messages=UNBOUNDED
+        )
         self.send(dp_rank, self._hello)
 
     def disconnect(self, dp_rank: int) -> None:
@@ -116,17 +119,11 @@ class CoreSockets:
                 future.set_exception(ReplicaLostError(f"replica {dp_rank} was lost"))
 
     def send(self, dp_rank: int, message: ClientMessage) -> None:
-        """Send to a replica; never waits.
-
-        Raises ReplicaLostError when it is not connected, or has not taken thousands of messages.
-        """
+        """Send to a replica; never waits. Raises ReplicaLostError when it is not connected."""
         socket = self._replicas.get(dp_rank)
         if socket is None:
             raise ReplicaLostError(f"replica {dp_rank} is not connected")
-        try:
-            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise ReplicaLostError(f"replica {dp_rank} takes no requests") from None
+        socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def recv(self) -> EngineCoreOutputs:
         """Wait for the next outputs of any replica. A message that does not decode is dropped."""

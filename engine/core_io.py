@@ -7,8 +7,9 @@ from one queue and puts outputs into another, so that decoding, encoding and sen
                     signal handler     ->                                                       -> PUSH statistics
                     executor's thread  ->
 
-When a front end dies its PUSH fills up to its bound; then the front end counts as gone (`ClientLost`). A thread that
-fails says so (`ThreadFailed`), and the process ends.
+When a front end stands still, its outputs wait for it: no more than the requests that it has sent will make. When it
+dies, whoever watches it says so (`FrontEndGone`), and what waits is dropped. A thread that fails says so
+(`ThreadFailed`), and the process ends.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import msgspec
 import zmq
 
 from ..shm.errors import ProcessError, TransportError
-from ..shm.sockets import bind_pull, connect_push
+from ..shm.sockets import UNBOUNDED, bind_pull, connect_push
 from ..workers.sampling_params import SamplingParamsError
 from .core_control import CoreControl, FrontEndGone
 from .kv_event_publisher import ReplayAsked
@@ -41,7 +42,7 @@ FLUSH_TIMEOUT_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ClientLost:
-    """A front end takes no outputs any more."""
+    """A front end gets no outputs: it cannot be reached, or is gone."""
 
     client_index: int
 
@@ -163,7 +164,7 @@ class CoreOutput:
     def __init__(self, stats_address: str | None, inbox: Inbox) -> None:
         self._stats_address = stats_address
         self._inbox = inbox
-        self._outbox: SimpleQueue[ClientOutputs | ClientHello | EngineStats | None] = SimpleQueue()
+        self._outbox: SimpleQueue[ClientOutputs | ClientHello | ClientLost | EngineStats | None] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._clients: dict[int, zmq.Socket[bytes]] = {}
         self._thread: threading.Thread | None = None
@@ -178,8 +179,8 @@ class CoreOutput:
         )
         self._thread.start()
 
-    def put(self, item: ClientOutputs | ClientHello | EngineStats) -> None:
-        """Hand over one message; never blocks. A hello connects its front end."""
+    def put(self, item: ClientOutputs | ClientHello | ClientLost | EngineStats) -> None:
+        """Hand over one message; never blocks. A hello connects its front end, until it is lost."""
         self._outbox.put(item)
 
     def close(self) -> None:
@@ -210,32 +211,35 @@ class CoreOutput:
             match item:
                 case ClientHello():
                     self._connect(context, item)
+                case ClientLost():
+                    self._disconnect(item.client_index)
                 case ClientOutputs():
                     self._send(item.client_index, encoder.encode(item.outputs))
                 case EngineStats():
                     self._send_stats(stats, encoder.encode(item))
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", hello: ClientHello) -> None:
-        old = self._clients.pop(hello.client_index, None)
-        if old is not None:
-            old.close(linger=0)
+        self._disconnect(hello.client_index)
         try:
-            self._clients[hello.client_index] = connect_push(context, hello.output_address)
+            # An output that is dropped would have its request wait for ever.
+            self._clients[hello.client_index] = connect_push(
+                context, hello.output_address, max_queued_messages=UNBOUNDED
+            )
         except TransportError as error:
             log.warning("front end cannot be reached client_index=%d error=%s", hello.client_index, error)
             self._inbox.put(ClientLost(hello.client_index))
+
+    def _disconnect(self, client_index: int) -> None:
+        socket = self._clients.pop(client_index, None)
+        if socket is not None:
+            socket.close(linger=0)
 
     def _send(self, client_index: int, data: bytes) -> None:
         socket = self._clients.get(client_index)
         if socket is None:
             self.num_dropped += 1
-            return
-        try:
+        else:
             socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            log.warning("front end takes no outputs, dropping it client_index=%d", client_index)
-            self._clients.pop(client_index).close(linger=0)
-            self._inbox.put(ClientLost(client_index))
 
     def _send_stats(self, socket: "zmq.Socket[bytes] | None", data: bytes) -> None:
         if socket is not None:

@@ -294,6 +294,7 @@ class EngineCoreLoop:
         if self._incarnations.get(gone.client_index) == gone.incarnation:
             self._followers.discard(gone.client_index)
             num_aborted = self._core.abort_client(gone.client_index)
+            self._output.put(ClientLost(gone.client_index))
             log.info("front end gone client_index=%d aborted=%d", gone.client_index, num_aborted)
 
     def _hand_over(self, outputs: OutputsByClient) -> None:

@@ -2,8 +2,8 @@
 
 Called by: everything that talks over ZMQ, on a context of its own (`zmq.Context` or `zmq.asyncio.Context`: the
 socket is of the context's kind). A socket belongs to one thread or event loop.
-Invariants: closing never waits for unsent messages (linger 0); every queue has a bound; only ipc:// addresses
-that fit the kernel's 107 bytes, or tcp:// ones, are taken.
+Invariants: closing never waits for unsent messages (linger 0); every queue has a bound, of ours or, where it is said, of
+what was asked for; only ipc:// addresses that fit the kernel's 107 bytes, or tcp:// ones, are taken.
 
 When the peer dies: a PUSH keeps up to its bound and then blocks or refuses; a PUB drops; a PULL and a SUB are
 silent. Who must know watches the peer's process instead.
@@ -19,7 +19,8 @@ from .errors import TransportError
 S = TypeVar("S", zmq.Socket[bytes], zmq.asyncio.Socket)
 
 MAX_QUEUED_MESSAGES = 16384
-"""Bound of every queue, in messages."""
+"""Bound of every queue, in messages, unless its maker names another."""
+UNBOUNDED = 0
 MAX_IPC_PATH_BYTES = 107
 
 
@@ -41,9 +42,17 @@ def bind_pull(context: "zmq.Context[S]", address: str) -> S:
     return _bind(_make(context, zmq.PULL), address)
 
 
-def connect_push(context: "zmq.Context[S]", address: str) -> S:
-    """Make a PUSH socket; sending blocks when the queue is full, or raises zmq.Again with zmq.NOBLOCK."""
-    return _connect(_make(context, zmq.PUSH), address)
+def connect_push(
+    context: "zmq.Context[S]", address: str, *, max_queued_messages: int = MAX_QUEUED_MESSAGES
+) -> S:
+    """Make a PUSH socket; sending blocks when the queue is full, or raises zmq.Again with zmq.NOBLOCK.
+
+    max_queued_messages: UNBOUNDED: never full. For messages that must not be lost, and of which a peer that does not
+    read causes only so many
+    """
+    socket = _make(context, zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, max_queued_messages)
+    return _connect(socket, address)
 
 
 def bind_pub(context: "zmq.Context[S]", address: str) -> S:

@@ -14,10 +14,11 @@ import zmq
 from phalanx.engine.core_args import EngineCoreArgs, EngineCoreReady
 from phalanx.engine.core_client import CoreSockets
 from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, FrontEndGone
-from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput
+from phalanx.engine.core_io import ClientLost, ClientOutputs, CoreInput, CoreOutput
 from phalanx.engine.kv_events import KVEventBatch, follow
 from phalanx.engine.messages import (
     AbortRequests,
+    ClientHello,
     EngineCoreOutputs,
     EngineStats,
     FinishReason,
@@ -27,9 +28,10 @@ from phalanx.engine.prefix_log import split_keys
 from phalanx.shm.errors import ProcessDiedError, StartupError
 from phalanx.shm.exit_codes import ExitCode
 from phalanx.shm.process import ChildSpec, Spawner, wait_all_ready
-from phalanx.shm.sockets import bind_pull, connect_push
+from phalanx.shm.sockets import MAX_QUEUED_MESSAGES, bind_pull, connect_push
 from phalanx.shm.status_board import Phase, StatusBoard
 from support.children import is_gone, wait_until
+from support.cluster import make_stats
 from support.engine import make_engine_config, make_request, simulate
 from support.engine_children import POISON_IDLE, POISON_STEP
 from support.step_outputs import write_out
@@ -455,6 +457,39 @@ def test_a_pause_holds_requests_until_its_end(start):
 
 def fail(*args):
     raise ValueError("a bug")
+
+
+def test_a_front_end_that_reads_nothing_for_long_loses_no_output(tmp_path):
+    """Its event loop may be held up. More than the sockets' usual bounds of both ends take together."""
+    num_messages = 3 * MAX_QUEUED_MESSAGES
+    output = CoreOutput(f"ipc://{tmp_path}/stats", SimpleQueue())
+    output.start()
+    address = f"ipc://{tmp_path}/outputs"
+    with (
+        zmq.Context() as context,
+        bind_pull(context, f"ipc://{tmp_path}/stats") as stats,
+        bind_pull(context, address) as outputs,
+    ):
+        output.put(ClientHello(client_index=0, incarnation=0, output_address=address))
+        for number in range(num_messages):
+            output.put(ClientOutputs(client_index=0, outputs=EngineCoreOutputs(dp_rank=0, epoch=number)))
+        output.put(make_stats())
+        assert stats.poll(1000 * DEADLINE_S), "what was handed over later comes later"
+        for number in range(num_messages):
+            assert outputs.poll(1000 * DEADLINE_S), f"lost after {number}"
+            assert msgspec.msgpack.decode(outputs.recv())["epoch"] == number
+    output.close()
+
+
+def test_what_waits_for_a_front_end_that_is_gone_is_dropped(tmp_path):
+    output = CoreOutput(None, SimpleQueue())
+    output.start()
+    output.put(ClientHello(client_index=0, incarnation=0, output_address=f"ipc://{tmp_path}/outputs"))
+    output.put(ClientLost(0))
+    output.put(ClientOutputs(client_index=0, outputs=EngineCoreOutputs(dp_rank=0, epoch=0)))
+
+    wait_until(lambda: output.num_dropped == 1, timeout_s=DEADLINE_S)
+    output.close()
 
 
 def test_a_thread_that_fails_in_sending_says_so_and_is_closed_like_any_other(monkeypatch):
