@@ -21,13 +21,14 @@ import msgspec
 
 from ..engine.config import EngineConfig
 from ..engine.core_control import CoreControl, CoreControlDone
-from ..shm.errors import ProcessDiedError, QueueClosedError, StartupError
+from ..shm.errors import QueueClosedError, StartupError
 from ..shm.exit_codes import ExitCode
 from ..shm.number_table import NumberTable
-from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready, Spawner
+from ..shm.process import ChildProcess, ChildSpec, Note, Progress, Ready
 from ..shm.runtime_dir import RuntimeDir
 from ..shm.status_board import StatusBoard
 from .admin import ReplicaView
+from .children import Children
 from .conductor import Conductor
 from .config import ClusterConfig
 from .fleet import COORDINATOR, Fleet, api_server_role, core_role, kind_of, num_board_slots, rank_of
@@ -45,7 +46,7 @@ from .messages import (
     FromFrontEnd,
     FrontEndConnection,
 )
-from .observer import ClusterObserver, ClusterReport, ProcessReport
+from .observer import ClusterObserver, ClusterReport
 from .operations import Weights
 from .placement import Plan
 from .supervision import Supervision
@@ -98,11 +99,9 @@ class Supervisor:
         self._check_weights = check_weights
         self._first_weights = weights
         self._observer = observer
-        self._children: dict[str, ChildProcess] = {}
-        self._spawned_at: dict[str, float] = {}
-        self._ready_after_s: dict[str, float] = {}
         self._selector = selectors.DefaultSelector()
-        self._spawner = Spawner("supervisor")
+        self._children = Children(self._selector, kill_wait_s=cluster.stop_timeout_s)
+        self._failed_starts: list[ChildExited] = []
         self._watch_board = HangWatch(
             HangPolicy(hang_timeout_s=cluster.hang_timeout_s, step_timeout_s=engine.executor.step_timeout_s)
         )
@@ -132,7 +131,7 @@ class Supervisor:
         self._conductor = Conductor(
             self, default_timeout_s=self._cluster.admin_timeout_s, clock=time.monotonic
         )
-        self._spawner.start()
+        self._children.start()
         signal_in, signal_out = socket.socketpair()
         signal_in.setblocking(False)
         signal_out.setblocking(False)
@@ -154,31 +153,32 @@ class Supervisor:
                 self._spawn(role, epoch=0)
             return self._watch(signal_in)
         finally:
-            for child in self._children.values():
-                child.kill()
-            for child in self._children.values():
-                child.stop(reason="supervisor leaves", timeout_s=0)
+            self._children.end_all()
             signal.set_wakeup_fd(previous_fd)
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
             signal_in.close()
             signal_out.close()
             self._selector.close()
-            self._spawner.close()
             self._runtime_dir.close()
             self._board.close()
             self._table.close()
 
     def _spawn(self, role: str, epoch: int) -> None:
-        """Start the process of a role: the first time, or again."""
-        previous = self._children.get(role)
-        if previous is not None:
-            previous.close()
-        spec = self._fleet.spec(role, epoch, is_paused=self._conductor.is_paused)
-        child = self._spawner.spawn(spec)
-        self._children[role] = child
-        self._spawned_at[role] = time.monotonic()
-        self._selector.register(child.lifeline_fd, selectors.EVENT_READ, child)
+        """Start the process of a role: the first time, or again. One that cannot be started has died at once."""
+        try:
+            self._children.spawn(role, self._fleet.spec(role, epoch, is_paused=self._conductor.is_paused))
+        except StartupError as error:
+            self._failed_starts.append(
+                ChildExited(
+                    role=role,
+                    problem=str(error),
+                    exitcode=ExitCode.BOOT_FAILED,
+                    is_config_error=False,
+                    at=time.monotonic(),
+                )
+            )
+            return
         if kind_of(role) is ChildKind.API_SERVER:
             self._front_ends.started(role, self._update())
 
@@ -201,7 +201,12 @@ class Supervisor:
 
     def _watch(self, signals: socket.socket) -> ExitCode:
         """The loop: wait, turn what happened into events, carry out the answers."""
-        while self._supervision.state is not ClusterState.DONE:
+        while True:
+            while self._failed_starts:
+                # Only now: whoever started it is done with what else there was to do.
+                self._on_end(self._failed_starts.pop(0))
+            if self._supervision.state is ClusterState.DONE:
+                return self._supervision.exit_code
             deadlines = (self._supervision.deadline, self._conductor.deadline, self._watch_board.next_look_at)
             wake_at = min(deadline for deadline in deadlines if deadline is not None)
             for key, _ in self._selector.select(max(0.0, wake_at - time.monotonic())):
@@ -217,7 +222,6 @@ class Supervisor:
                 self._conductor.tick()
             if now >= self._watch_board.next_look_at:
                 self._look(now)
-        return self._supervision.exit_code
 
     def handle(self, event: Event) -> None:
         """Have Supervision decide, and carry it out."""
@@ -242,11 +246,11 @@ class Supervisor:
                 case Ready():
                     self._on_ready(child, message.payload)
         if child.has_hung_up:
-            self._selector.unregister(child.lifeline_fd)
-            self._on_exit(child)
+            self._children.unwatch(child)
+            self._on_end(self._children.exited(child, self._watch_board.take_problem(child.role)))
 
     def _on_ready(self, child: ChildProcess, payload: bytes) -> None:
-        self._ready_after_s[child.role] = time.monotonic() - self._spawned_at[child.role]
+        self._children.is_ready(child.role)
         dp_rank = rank_of(child.role)
         if dp_rank is not None:
             self._fleet.is_ready(dp_rank, payload)
@@ -254,18 +258,17 @@ class Supervisor:
         if dp_rank is not None:
             self._conductor.ready(dp_rank)
 
-    def _on_exit(self, child: ChildProcess) -> None:
-        epoch = self._supervision.epoch(child.role)
-        dp_rank = rank_of(child.role)
-        event = self._exited(child)
+    def _on_end(self, event: ChildExited) -> None:
+        epoch = self._supervision.epoch(event.role)
+        dp_rank = rank_of(event.role)
         self.handle(event)
         if dp_rank is None:
-            if kind_of(child.role) is ChildKind.API_SERVER:
-                self._front_ends.gone(child.role)
+            if kind_of(event.role) is ChildKind.API_SERVER:
+                self._front_ends.gone(event.role)
                 self._conductor.applied(self._front_ends.applied_by_all)
             return
-        if child.role not in self._supervision.roles:
-            self._children.pop(child.role).close()
+        if event.role not in self._supervision.roles:
+            self._children.drop(event.role)
             self._fleet.forget(dp_rank)
         self._conductor.exited(dp_rank, epoch, event.problem)
 
@@ -285,30 +288,10 @@ class Supervisor:
     def _look(self, now: float) -> None:
         """Look at the status board, and end the processes that hang."""
         hung, has_changed = self._watch_board.look(now, self._fleet, self._supervision, self._children)
-        for role in hung:
-            # An engine core's workers are killed with it, by the kernel; one that is stopped as well.
-            self._children[role].kill()
+        # An engine core's workers are killed with it, by the kernel; one that is stopped as well.
+        self._children.kill(hung)
         if has_changed:
             self.publish()
-
-    def _exited(self, child: ChildProcess) -> ChildExited:
-        # The lifeline ends when the process does; a process that closed it and lives on is no use to anyone.
-        if child.wait(1.0) is None:
-            child.kill()
-            child.wait(self._cluster.stop_timeout_s)
-        error_type = StartupError if child.ready is None else ProcessDiedError
-        if child.failure is not None and child.failure.traceback:
-            log.error("%s failed:\n%s", child.role, child.failure.traceback)
-        config_field = child.failure.config_field if child.failure else None
-        problem = child.failure.error if child.failure and config_field else str(child.death(error_type))
-        hang = self._watch_board.take_problem(child.role)
-        return ChildExited(
-            role=child.role,
-            problem=problem if hang is None else f"{child.role} was killed: {hang}",
-            exitcode=child.exitcode or 0,
-            is_config_error=config_field is not None,
-            at=time.monotonic(),
-        )
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
@@ -319,11 +302,9 @@ class Supervisor:
             case Start():
                 self._spawn(instruction.role, instruction.epoch)
             case Terminate():
-                for role in instruction.roles:
-                    self._children[role].terminate()
+                self._children.terminate(instruction.roles)
             case Kill():
-                for role in instruction.roles:
-                    self._children[role].kill()
+                self._children.kill(instruction.roles)
             case Report():
                 self._observer.problem(instruction.sentence)
 
@@ -386,10 +367,7 @@ class Supervisor:
     def _cluster_report(self) -> ClusterReport:
         return ClusterReport(
             start_s=time.monotonic() - self._started_at,
-            processes=tuple(
-                ProcessReport(role=role, pid=child.pid, ready_after_s=self._ready_after_s[role])
-                for role, child in self._children.items()
-            ),
+            processes=self._children.reports(),
             replicas=dict(self._fleet.reports),
         )
 

@@ -164,7 +164,9 @@ class CoreOutput:
     def __init__(self, stats_address: str | None, inbox: Inbox) -> None:
         self._stats_address = stats_address
         self._inbox = inbox
-        self._outbox: SimpleQueue[ClientOutputs | ClientHello | ClientLost | EngineStats | None] = SimpleQueue()
+        self._outbox: SimpleQueue[ClientOutputs | ClientHello | ClientLost | EngineStats | None] = (
+            SimpleQueue()
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._clients: dict[int, zmq.Socket[bytes]] = {}
         self._thread: threading.Thread | None = None

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -316,10 +317,23 @@ def wait_all_ready(
 
 
 def _start(spec: ChildSpec) -> ChildProcess:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stack_pipe = StackPipe()
-    numbers = (theirs.fileno(), stack_pipe.write_fd, os.getpid())
     try:
+        with ExitStack() as undo:
+            child = _start_process(spec, undo)
+            undo.pop_all()
+    # No memory, no descriptor, no process to be had; or no interpreter any more.
+    except OSError as error:
+        raise StartupError(spec.role, rank=spec.rank, detail=str(error)) from error
+    return child
+
+
+def _start_process(spec: ChildSpec, undo: ExitStack) -> ChildProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    undo.callback(ours.close)
+    with theirs:
+        stack_pipe = StackPipe()
+        undo.callback(stack_pipe.close)
+        numbers = (theirs.fileno(), stack_pipe.write_fd, os.getpid())
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx.shm.child", *map(str, numbers), spec.role, spec.target],
             pass_fds=(theirs.fileno(), stack_pipe.write_fd, *spec.pass_fds),
@@ -328,13 +342,9 @@ def _start(spec: ChildSpec) -> ChildProcess:
             # A group of its own: Ctrl-C in a terminal reaches the top process alone, which decides.
             process_group=0,
         )
-    except OSError as error:
-        ours.close()
-        stack_pipe.close()
-        raise StartupError(spec.role, rank=spec.rank, detail=str(error)) from error
-    finally:
-        theirs.close()
-        stack_pipe.close_write_end()
+    stack_pipe.close_write_end()
+    undo.callback(process.wait)
+    undo.callback(process.kill)
     lifeline = Lifeline(ours)
     child = ChildProcess(spec, process, lifeline, stack_pipe)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died already: its waiter will see

@@ -2,8 +2,8 @@
 
 Called by: everything that talks over ZMQ, on a context of its own (`zmq.Context` or `zmq.asyncio.Context`: the
 socket is of the context's kind). A socket belongs to one thread or event loop.
-Invariants: closing never waits for unsent messages (linger 0); every queue has a bound, of ours or, where it is said, of
-what was asked for; only ipc:// addresses that fit the kernel's 107 bytes, or tcp:// ones, are taken.
+Invariants: closing never waits for unsent messages (linger 0); every queue has a bound, of ours or, where it is said,
+of what was asked for; only ipc:// addresses that fit the kernel's 107 bytes, or tcp:// ones, are taken.
 
 When the peer dies: a PUSH keeps up to its bound and then blocks or refuses; a PUB drops; a PULL and a SUB are
 silent. Who must know watches the peer's process instead.

@@ -4,12 +4,15 @@ One cluster of two replicas of two ranks for the whole file; each test leaves it
 """
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from support.children import wait_until
 from support.launch import Cluster
 from support.streams import BACK_S, make_prompts, stream_all, streaming_cluster, wait_whole
 
@@ -60,6 +63,25 @@ def test_streams_go_on_with_the_same_texts(
     for victim in victims:
         assert f"{victim} was killed by signal 9" in cluster.stderr
     wait_whole(cluster, *(before[f"phalanx {victim}"] for victim in victims))
+    assert stream_all(cluster, prompts) == undisturbed
+
+
+def test_a_process_that_cannot_be_started_again_for_the_moment_ends_nobody_else(
+    cluster: Cluster, prompts: list[str], undisturbed: list[str | None]
+) -> None:
+    supervisor, victim = cluster.process.pid, cluster.pids()["phalanx coordinator"]
+    before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path(f"/proc/{supervisor}/fd").iterdir())
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+    try:
+        kill(cluster, "coordinator")
+        sentence = "coordinator did not start: [Errno 24] Too many open files; starting it again in"
+        wait_until(lambda: sentence in cluster.stderr, timeout_s=20, what="a start that fails")
+        assert stream_all(cluster, prompts) == undisturbed
+    finally:
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+
+    wait_whole(cluster, victim)
     assert stream_all(cluster, prompts) == undisturbed
 
 
