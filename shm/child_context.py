@@ -16,6 +16,7 @@ import threading
 import time
 import traceback as traceback_module
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType, ModuleType
 
 import msgspec
@@ -33,6 +34,32 @@ _MAX_TEXT = 32 << 10
 """Characters of an error or a traceback that are sent. The end says the most."""
 
 
+class StopFlag:
+    """Set once, by a signal's handler.
+
+    Not a `threading.Event`: its lock may be held, by the very thread that the handler interrupts, in `wait`.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        # Its `put` may interrupt itself, and its `get`.
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """True once a stop is asked."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Ask for a stop. May be called from a signal's handler."""
+        self._is_set = True
+        self._bell.put(None)
+
+    def wait(self) -> None:
+        """Wait until it is set."""
+        self._bell.get()
+        self._bell.put(None)
+
+
 class ChildContext:
     """The child's end of the lifeline.
 
@@ -43,7 +70,7 @@ class ChildContext:
     def __init__(self, lifeline: Lifeline, role: str, args: bytes) -> None:
         self.role = role
         self.args = args
-        self.stop_requested = threading.Event()
+        self.stop_requested = StopFlag()
         self.is_ready = False
         self._lifeline = lifeline
         self._lock = threading.Lock()

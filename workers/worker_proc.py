@@ -8,14 +8,13 @@ When the parent dies: the process is killed (shm/child.py). When a peer rank die
 """
 
 import os
-import threading
 import traceback
 from collections.abc import Callable
 
 import msgspec
 
 from ..shm.channel import CallSequence, Receiver, Sender
-from ..shm.child_context import ChildContext, import_for_good
+from ..shm.child_context import ChildContext, StopFlag, import_for_good
 from ..shm.codec import FrameKind
 from ..shm.errors import ProtocolError
 from ..shm.exit_codes import ExitCode
@@ -78,7 +77,7 @@ def main(context: ChildContext) -> int:
         calls.close()
 
 
-def _until(stop_requested: threading.Event) -> Callable[[], bool]:
+def _until(stop_requested: StopFlag) -> Callable[[], bool]:
     """Return a check that turns False when a stop is asked: to who waits, that is as good as a closed ring."""
     return lambda: not stop_requested.is_set()
 

@@ -205,6 +205,14 @@ def test_a_child_started_from_a_short_lived_thread_lives_on(spawner: Spawner) ->
     assert children[0].stop(reason="test", timeout_s=5) == 7
 
 
+def test_a_stop_may_come_at_any_moment_of_the_wait_for_it(spawner: Spawner) -> None:
+    child = spawn(spawner, "stop_within_the_wait")
+
+    assert wait_all_ready([child], soon()) == [b""]
+    assert child.wait(10) == 7
+    child.stop(reason="test", timeout_s=0)
+
+
 def test_stop_is_idempotent(spawner: Spawner) -> None:
     child = spawn(spawner, "echo")
     wait_all_ready([child], soon())

@@ -4,9 +4,11 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ConfigError
@@ -67,6 +69,21 @@ def hold_the_interpreter(context: ChildContext) -> int:
     context.progress("profile")
     ctypes.PyDLL(None).sleep(60)
     return 0
+
+
+def stop_within_the_wait(context: ChildContext) -> int:
+    """Asks itself to stop at every line of the wait for that: the handler interrupts whatever holds a lock there."""
+    context.ready(b"")
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        if event == "line":
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    sys.settrace(trace)
+    context.stop_requested.wait()
+    sys.settrace(None)
+    return 7
 
 
 def raise_a_long_error(context: ChildContext) -> int:
