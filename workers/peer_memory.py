@@ -10,10 +10,11 @@ When a peer dies: its memory stays mapped here until `close`; what is read there
 import ctypes
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
+
+from .agreement import Agreement
 
 _HANDLE_BYTES = 64
 """sizeof(CUipcMemHandle)."""
@@ -22,8 +23,6 @@ _NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
 _GRANULARITY = 2 << 20
 """What is smaller the driver cuts out of a larger block, and the peers would map all of that."""
-_FINE = b"\0"
-"""What no error text begins with."""
 
 
 class PeerMemory:
@@ -45,13 +44,13 @@ class PeerMemory:
         index = 0 if device.index is None else device.index
         # The driver's calls work on the context that torch makes current by this.
         torch.zeros(1, device=device)
-        with _Agreement(store, "allocated", rank, size) as agreement:
+        with Agreement(store, "peer-memory-allocated", rank, size, PeerAccessError) as agreement:
             driver = _Driver()
             own = driver.allocate(-(-num_bytes // _GRANULARITY) * _GRANULARITY)
             driver.clear(own, num_bytes)
             agreement.says = bytes([index]) + driver.export(own)
         try:
-            with _Agreement(store, "opened", rank, size):
+            with Agreement(store, "peer-memory-opened", rank, size, PeerAccessError):
                 self.addresses = [
                     own if peer == rank else self._open(driver, index, heard)
                     for peer, heard in enumerate(agreement.heard)
@@ -71,42 +70,6 @@ class PeerMemory:
         address = driver.open(handle)
         self._resources.callback(driver.close, address)
         return address
-
-
-class _Agreement:
-    """A step that all ranks take, or none: at its end each tells the others in `store` how it went for it.
-
-    says:  what the others hear when all went well here
-    heard: of all ranks, after the block
-    Leaving the block raises PeerAccessError when a rank had one.
-    """
-
-    def __init__(self, store: dist.Store, step: str, rank: int, size: int) -> None:
-        self._store = store
-        self._key = f"peer-memory-{step}"
-        self._rank = rank
-        self._size = size
-        self.says = b""
-        self.heard: list[bytes] = []
-
-    def __enter__(self) -> "_Agreement":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, PeerAccessError):
-            return
-        self._store.set(f"{self._key}-{self._rank}", _FINE + self.says if error is None else str(error))
-        answers = [self._store.get(f"{self._key}-{peer}") for peer in range(self._size)]
-        problems = [
-            f"rank {peer}: {answer.decode()}"
-            for peer, answer in enumerate(answers)
-            if not answer.startswith(_FINE)
-        ]
-        if problems:
-            raise PeerAccessError("; ".join(problems))
-        self.heard = [answer.removeprefix(_FINE) for answer in answers]
 
 
 class PeerAccessError(RuntimeError):

@@ -8,10 +8,14 @@ When a peer dies: a kernel waits, as NCCL's does; the executor sees the death fi
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from .agreement import Agreement
 
 KERNEL_NAMES = ("two_shot_all_reduce_kernel", "one_shot_all_reduce_kernel")
 """What a profiler calls the kernels; the copies into the buffer and out of it are kernels of their own."""
@@ -24,10 +28,20 @@ class SymmetricMemoryError(Exception):
     """This torch, driver or pair of GPUs does not have it."""
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what says that something is missing into a SymmetricMemoryError."""
+    try:
+        yield
+    # Each says it in a way of its own: an operator, a driver's call, a binding.
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise SymmetricMemoryError(str(error).partition("\n")[0] or type(error).__name__) from error
+
+
 class SymmetricMemory:
     """A buffer of `max_bytes` on each rank. All ranks make one, at the same time.
 
-    Raises SymmetricMemoryError.
+    Raises SymmetricMemoryError, on all ranks or none.
     """
 
     def __init__(
@@ -40,14 +54,22 @@ class SymmetricMemory:
         self._group = dist.ProcessGroup(store, rank, size)
         c10d._register_process_group(self._name, self._group)
         try:
-            memory = c10d._SymmetricMemory
+            self._buffer = self._make(store, rank, size, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, store: dist.Store, rank: int, size: int, device: torch.device) -> torch.Tensor:
+        """Allocate, and map the peers' buffers. Raises on all ranks or none, each for the first that has a problem."""
+        memory = c10d._SymmetricMemory
+        with Agreement(store, "allocated", rank, size, SymmetricMemoryError), _refusing():
             memory.set_group_info(self._name, rank, size, store)
-            self._buffer = memory.empty_strided_p2p((max_bytes,), (1,), torch.uint8, device, self._name)
-            memory.rendezvous(self._buffer)
-        # What is missing is said in a way of its own by each: an operator, a driver's call, a binding.
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            c10d._unregister_process_group(self._name)
-            raise SymmetricMemoryError(str(error).partition("\n")[0] or type(error).__name__) from error
+            buffer: torch.Tensor = memory.empty_strided_p2p(
+                (self.max_bytes,), (1,), torch.uint8, device, self._name
+            )
+        with Agreement(store, "mapped", rank, size, SymmetricMemoryError), _refusing():
+            memory.rendezvous(buffer)
+        return buffer
 
     def can_sum(self, x: torch.Tensor) -> bool:
         """Whether the kernels take such a tensor: float32 or bfloat16, in equal shares, and not too long."""
