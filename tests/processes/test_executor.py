@@ -191,16 +191,22 @@ def test_a_step_that_is_too_large_is_refused_and_the_next_one_works(make_executo
     assert executor.execute_model(echo_step(2)).step == 2
 
 
-def test_idle_workers_use_next_to_no_processor_time(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
+def test_idle_workers_use_next_to_no_processor_time_and_are_no_stall(
+    make_executor: MakeExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    window_s = 1.0
+    executor = make_executor(config=replace(SMALL, stall_report_s=0.9 * window_s))
     executor.start()
     executor.execute_model(echo_step(1))
-    window_s = 1.0
+    caplog.clear()
     used_before = [_processor_s(pid) for pid in executor.pids]
     threading.Event().wait(window_s)
 
     for pid, before in zip(executor.pids, used_before, strict=True):
         assert (_processor_s(pid) - before) / window_s < 0.02
+    # Nobody waited meanwhile: the next step is not late because of it.
+    executor.execute_model(echo_step(2))
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def _processor_s(pid: int) -> float:
