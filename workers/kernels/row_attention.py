@@ -2,7 +2,7 @@
 
 Called by: kernels/paged_attention.py. As scaled_dot_product_attention over gathered keys and values, but values are
 not gathered: embedding_bag, which adds up weighted rows of a table, reads them where they are. With 8 rows of 160
-tokens, 4 KV heads and 12 query heads that takes four fifths of the time.
+tokens, 4 KV heads and 12 query heads that takes two thirds of the time.
 """
 
 from dataclasses import dataclass
