@@ -361,5 +361,6 @@ def _to_error(core_output: EngineCoreOutput) -> RequestError:
     if core_output.is_poisonous:
         return PoisonousRequestError()
     if core_output.is_invalid:
-        return InvalidRequestError(message)
+        field, colon, _ = message.partition(": ")
+        return InvalidRequestError(message, field=field if colon and field.isidentifier() else None)
     return ReplicaLostError(message)

@@ -4,6 +4,7 @@ Called by: cli.py in the supervisor, after the tree is built and the model's fol
 ConfigError, one sentence that says what to change. Imports no torch.
 """
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from .config import LaunchConfig, ServerConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_KEY_BYTES = 4096
+MAX_SHOWN_CHARACTERS = 200
 
 
 def resolve_device(config: LaunchConfig, num_gpus: int) -> LaunchConfig:
@@ -83,12 +85,20 @@ def check_other_weights(config: LaunchConfig, path: str) -> None:
     ConfigError.
     """
     old, new = Path(config.model.path), Path(path)
-    if not new.exists():
-        raise ConfigError("path", f"there is no {path}")
-    check_model(replace(config, model=replace(config.model, path=path)))
-    before, after = read_transformer_config(old), read_transformer_config(new)
+    try:
+        mode = new.stat().st_mode
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            raise ConfigError("path", f"{path} is neither a folder nor a file")
+        check_model(replace(config, model=replace(config.model, path=path)))
+        before, after = read_transformer_config(old), read_transformer_config(new)
+        files = [folder / TOKENIZER_FILES[0] for folder in (old, new)]
+        is_other = all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes()
+    except FileNotFoundError:
+        raise ConfigError("path", f"there is no {path}") from None
+    # Whatever stands there, and also what no path can be: whoever asks must not fail with it.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("path", f"cannot read {path[:MAX_SHOWN_CHARACTERS]}: {error!s:.200}") from None
     if before.vocab_size != after.vocab_size:
         raise ConfigError("path", f"has a vocabulary of {after.vocab_size}, not {before.vocab_size}")
-    files = [folder / TOKENIZER_FILES[0] for folder in (old, new)]
-    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+    if is_other:
         raise ConfigError("path", f"{path} has another tokenizer than the one that is served")

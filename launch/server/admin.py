@@ -6,7 +6,7 @@ A client that leaves meanwhile leaves the operation alone. One operation at a ti
 """
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -30,6 +30,8 @@ _STATUSES = {
     AdminStatus.CONFLICT: 409,
 }
 _LARGEST_TIMEOUT_S = 86400.0
+SmallInt = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""What the message to the supervisor can hold, and more than any number of replicas."""
 
 
 class TimedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,27 +43,27 @@ class TimedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ReloadBody(TimedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """path: of the new weights, on the server's machine; version: what clients are told, None: the folder's name."""
 
-    path: str
-    version: str | None = None
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+    version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
 class SleepBody(TimedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """level: 1 keeps the weights in the host's memory, 2 drops them. dp_rank: None: all replicas."""
 
-    level: int = 1
-    dp_rank: int | None = None
+    level: SmallInt = 1
+    dp_rank: SmallInt | None = None
 
 
 class WakeBody(TimedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """dp_rank: None: all replicas that sleep."""
 
-    dp_rank: int | None = None
+    dp_rank: SmallInt | None = None
 
 
 class ScaleBody(TimedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """dp: how many replicas there shall be."""
 
-    dp: int
+    dp: SmallInt
 
 
 class ReplicaOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +170,10 @@ def _timeout_s(body: TimedBody) -> float | None:
 
 def _answer(result: AdminResult) -> Response:
     if result.status in (AdminStatus.INVALID, AdminStatus.UNKNOWN, AdminStatus.CONFLICT):
-        raise ApiError(_STATUSES[result.status], result.problem or result.status, code=result.status)
+        problem = result.problem or result.status
+        field, colon, _ = problem.partition(": ")
+        param = field if colon and field.isidentifier() else None
+        raise ApiError(_STATUSES[result.status], problem, param=param, code=result.status)
     answer = AdminAnswer(
         status=result.status,
         problem=result.problem,

@@ -38,6 +38,7 @@ from .protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     PromptLogprobs,
+    SamplingFields,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -97,13 +98,17 @@ async def create_completion(service: Service, request: Request) -> Response:
         forms += [form] * params.n
     request.state.request_ids = [job.request_id for job in jobs]
     counter = UsageCounter(sum(len(job.prompt_token_ids) for job in jobs))
-    if body.stream:
-        pieces = await _start(service, request, jobs)
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(
-            completion_events(header, pieces, counter, forms=forms, include_usage=include_usage), service.gate
-        )
-    answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
+    try:
+        if body.stream:
+            pieces = await _start(service, request, jobs)
+            include_usage = bool(body.stream_options and body.stream_options.include_usage)
+            return EventStream(
+                completion_events(header, pieces, counter, forms=forms, include_usage=include_usage),
+                service.gate,
+            )
+        answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
+    except InvalidRequestError as error:
+        raise _in_clients_words(error, body) from None
     return json_response(
         CompletionResponse(
             id=header.id,
@@ -160,7 +165,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
             )
         answers = await run_watched(request.receive, service.gate, _collect(service, jobs, counter))
     except InvalidRequestError as error:
-        raise _in_chat_words(error, body) from None
+        raise _in_clients_words(error, body) from None
     shown: PromptLogprobs | UnsetType = UNSET
     if answers[0].prompt_logprobs is not None:
         shown = prompt_logprobs(answers[0].prompt_logprobs)
@@ -215,7 +220,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def read_body(service: Service, request: Request) -> bytes:
-    """Read the body of a request that must be JSON. Raises ApiError 415, 413, 408; ClientGoneError."""
+    """Read the body of a request that must be JSON. Raises ApiError 415, 413, 408, 503; ClientGoneError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be application/json, not {kind}", code="unsupported_media_type")
@@ -226,7 +231,7 @@ async def read_body(service: Service, request: Request) -> bytes:
         )
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with service.gate.reading(BODY_S):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > service.max_body_bytes:
@@ -236,11 +241,9 @@ async def read_body(service: Service, request: Request) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError from None
     except TimeoutError:
+        service.check_open()
         raise ApiError(
-            408,
-            f"the body did not arrive within {BODY_S:g} s",
-            code="timeout",
-            headers={"Connection": "close"},
+            408, "the body did not arrive in time", code="timeout", headers={"Connection": "close"}
         ) from None
     return bytes(body)
 
@@ -290,12 +293,22 @@ async def _give_up(first: "asyncio.Future[Piece]", rest: AsyncGenerator[Piece, N
     await rest.aclose()
 
 
-def _in_chat_words(error: InvalidRequestError, body: ChatCompletionRequest) -> InvalidRequestError:
-    """Name the fields that a chat client wrote, not those that the engine knows."""
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return InvalidRequestError(error.message, field=names.get(error.field or "", error.field))
+def _in_clients_words(error: InvalidRequestError, body: SamplingFields) -> InvalidRequestError:
+    """Name the fields that the client wrote, not those that the engine knows."""
+    names: dict[str, str] = {}
+    if isinstance(body, ChatCompletionRequest):
+        names |= {"prompt": "messages", "logprobs": "top_logprobs"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    if body.response_format is not None:
+        names["structured_outputs"] = "response_format"
+    field = error.field or ""
+    name = names.get(field, field)
+    # What an engine core finds begins with the name.
+    message = error.message
+    if message.startswith(f"{field}: "):
+        message = name + message.removeprefix(field)
+    return InvalidRequestError(message, field=name or None)
 
 
 def _header(prefix: str, service: Service) -> Header:

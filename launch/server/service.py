@@ -6,7 +6,7 @@ which part of each is used. Everything runs on the event loop of one API-server 
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,9 @@ from ...workers.sampling_params import SamplingParams
 from ..metrics import ServerMetrics
 from .cluster_link import ClusterPort
 from .errors import RETRY_SOON_S, ApiError
+
+LATE_BODY_S = 1.0
+"""For a body to arrive once the server drains: it is on its way, or it never comes."""
 
 
 class Engine(Protocol):
@@ -94,6 +97,7 @@ class Gate:
         self._num_inside = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._readings: set[asyncio.Timeout] = set()
         self.aborted = asyncio.Event()
         """Set when the drain's budget is spent: everything that still runs ends with an error."""
 
@@ -119,12 +123,27 @@ class Gate:
             if self._num_inside == 0:
                 self._is_empty.set()
 
+    @asynccontextmanager
+    async def reading(self, limit_s: float) -> AsyncIterator[None]:
+        """Bound the time that a request's body may take. A drain waits for none: the request would be refused anyway.
+
+        Raises TimeoutError.
+        """
+        async with asyncio.timeout(LATE_BODY_S if self._is_draining else limit_s) as bound:
+            self._readings.add(bound)
+            try:
+                yield
+            finally:
+                self._readings.discard(bound)
+
     async def drain(self, budget_s: float) -> bool:
         """Let nobody in, and wait until all have left; those that are left after `budget_s` are aborted.
 
         Returns True when all left by themselves.
         """
         self._is_draining = True
+        for bound in self._readings:
+            bound.reschedule(asyncio.get_running_loop().time() + LATE_BODY_S)
         try:
             async with asyncio.timeout(budget_s):
                 await self._is_empty.wait()

@@ -145,6 +145,17 @@ def test_an_end_that_is_no_result_is_an_error(tokenizer, fields, error_type):
     assert processor.num_unfinished_requests == 0
 
 
+def test_what_is_invalid_names_its_field_where_there_is_one(tokenizer):
+    for error, field in (("bad_words: too many", "bad_words"), ("too long: 5 tokens", None), ("no", None)):
+        processor = OutputProcessor(tokenizer)
+        add(processor)
+
+        refused = output(finish_reason=FinishReason.ERROR, is_invalid=True, error=error)
+        result = processor.process(pack([refused]))
+
+        assert result.errors["r0"].field == field
+
+
 @pytest.mark.parametrize("kind", list(OutputKind))
 def test_a_slow_reader_gets_everything_in_one_output(tokenizer, kind):
     ids = tokenizer.encode("Hello world, this is a small corpus")

@@ -1,6 +1,8 @@
 """The administrator's routes, health and metrics of the cluster, over a supervisor that the test writes down."""
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,12 +24,17 @@ from phalanx.cluster.messages import (
 )
 from phalanx.cluster.replay import ReplayStats
 from phalanx.cluster.supervision_events import ChildKind, ChildState, ReplicaMode
+from phalanx.launch.config import LaunchConfig
 from phalanx.launch.metrics import ServerMetrics
+from phalanx.launch.preflight import check_other_weights
 from phalanx.launch.server.admin import ADMIN_ROUTES
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.cluster_link import ClusterLink
 from phalanx.launch.server.service import Service
+from phalanx.shm.errors import ConfigError
+from phalanx.workers.config import ModelConfig
 from phalanx.workers.sleep import SleepLevel
+from support.launch import TINY_MODEL
 from support.server import FakeCluster, FakeLink, make_service
 
 KEY = {"Authorization": "Bearer sesame"}
@@ -289,3 +296,40 @@ def test_results_find_who_asked() -> None:
         return [(await first).status, (await second).status]
 
     assert asyncio.run(run()) == [AdminStatus.DONE, AdminStatus.CONFLICT]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("scale", {"dp": 10**30}, "dp"),
+        ("scale", {"dp": 2**31}, "dp"),
+        ("sleep", {"dp_rank": 2**64}, "dp_rank"),
+        ("sleep", {"level": -(10**30)}, "level"),
+        ("wake", {"dp_rank": -(2**63) - 1}, "dp_rank"),
+        ("reload", {"path": "/a" * 4096}, "path"),
+        ("reload", {"path": "/a", "version": "v" * 257}, "version"),
+    ],
+)
+def test_what_no_message_holds_is_refused_here(route: str, body: dict[str, Any], param: str) -> None:
+    link = FakeLink()
+    service = make_service(link=link, admin_key="sesame")
+
+    response = ask(service, "POST", f"/admin/{route}", json=body, headers=KEY)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not link.commands
+
+
+@pytest.mark.parametrize("name", ["none", "a" * 300, "nul\0", "pipe", "deep"])
+def test_weights_that_cannot_be_read_are_refused_and_harm_nobody(tmp_path: Path, name: str) -> None:
+    if name == "pipe":
+        os.mkfifo(tmp_path / name)
+    if name == "deep":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("[" * 100_000)
+    config = LaunchConfig(model=ModelConfig(path=str(TINY_MODEL)))
+
+    with pytest.raises(ConfigError) as caught:
+        check_other_weights(config, str(tmp_path / name))
+
+    assert caught.value.field == "path"

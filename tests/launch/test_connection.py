@@ -184,6 +184,28 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
+def test_a_stop_does_not_wait_for_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.server.service.LATE_BODY_S", 0.05)
+
+    async def work() -> None:
+        service = make_service()
+        async with running(service) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(request()[:-5])
+            while not service.gate.num_inside:
+                await asyncio.sleep(0)
+
+            assert await service.gate.drain(20.0)
+
+            text = (await reader.readuntil(b"}}")).decode()
+            assert "503 Service Unavailable" in text
+            assert '"code":"server_stopping"' in text
+            writer.close()
+            await writer.wait_closed()
+
+    run(work)
+
+
 def test_an_answer_that_takes_long_is_no_late_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.launch.server.connection.HEAD_S", 0.02)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.engine.errors import QueueFullError, ReplicaLostError, RequestTimeoutError
+from phalanx.engine.errors import InvalidRequestError, QueueFullError, ReplicaLostError, RequestTimeoutError
 from phalanx.engine.input_processor import RequestOptions
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.service import Service
@@ -546,6 +546,26 @@ def test_a_bad_chat_parameter_is_400_and_named(change: dict[str, Any], param: st
 
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_what_the_engine_finds_wrong_is_named_as_the_client_wrote_it(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    error = InvalidRequestError("structured_outputs: too large", field="structured_outputs")
+    service = make_service(FakeEngine(error=error))
+    forms = {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"regex": "a"},
+    }
+
+    for name, form in forms.items():
+        response = post({**body, "stream": stream, name: form}, path, service)
+
+        assert response.status_code == 400
+        assert error_of(response)["param"] == name
+        assert error_of(response)["message"] == f"{name}: too large"
 
 
 @pytest.mark.parametrize(
