@@ -226,12 +226,13 @@ class InputProcessor:
                 )
         for field in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, field)
-            if wanted is None or self._max_logprobs == -1:
+            if wanted is None or (wanted == -1 and self._max_logprobs == -1):
                 continue
-            if wanted == -1 or wanted > self._max_logprobs:
+            # Without a limit of the server there is still no more than all.
+            limit = self.vocab_size if self._max_logprobs == -1 else self._max_logprobs
+            if wanted == -1 or wanted > limit:
                 raise InvalidRequestError(
-                    f"{field} must be at most {self._max_logprobs}, the limit of this server, not {wanted}",
-                    field=field,
+                    f"{field} must be at most {limit}, the limit of this server, not {wanted}", field=field
                 )
 
     def _spell(self, word: str) -> list[tuple[int, ...]]:

@@ -70,6 +70,21 @@ def test_a_request_that_cannot_be_served_names_its_field(inputs, prompt, params,
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_without_a_limit_there_are_no_more_logprobs_than_tokens(inputs, field):
+    unlimited = InputProcessor(
+        inputs.tokenizer, eos_token_ids=(5,), max_model_len=32, vocab_size=400, max_logprobs=-1
+    )
+
+    for wanted in (-1, 400):
+        request = unlimited.process("r", [1], SamplingParams(**{field: wanted})).core_request
+        assert getattr(request.sampling_params, field) == wanted
+    for wanted in (401, 10**30):
+        with pytest.raises(InvalidRequestError) as caught:
+            unlimited.process("r", [1], SamplingParams(**{field: wanted}))
+        assert caught.value.field == field
+
+
 def test_the_longest_prompt_leaves_room_for_one_token(inputs):
     request = inputs.process("r", [1] * 31, SamplingParams(max_tokens=None)).core_request
 

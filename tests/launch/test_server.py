@@ -194,6 +194,33 @@ def test_text_parts_are_joined_and_absent_fields_left_out() -> None:
     assert bytes(engine.asked[0][0]) == b"user:a\nb\nA:"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "adds"),
+    [
+        ("/v1/completions", {"prompt": "a"}, True),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": False}, False),
+        ("/v1/completions", {"prompt": [97]}, False),
+        ("/v1/chat/completions", {"messages": CHAT["messages"]}, False),
+        ("/v1/chat/completions", {"messages": CHAT["messages"], "add_special_tokens": True}, True),
+        ("/tokenize", {"prompt": "a"}, True),
+        ("/tokenize", {"messages": CHAT["messages"]}, False),
+    ],
+)
+def test_a_text_gets_its_special_tokens_once(path: str, body: dict[str, Any], adds: bool) -> None:
+    """A chat's template has written them."""
+
+    class Beginning(LetterCodec):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + super().encode(text)
+
+    engine = FakeEngine()
+
+    answer = post(body, path, make_service(engine, codec=Beginning())).json()
+
+    ids = answer["tokens"] if path == "/tokenize" else engine.asked[0][0]
+    assert ids.count(1) == adds
+
+
 def test_off_values_and_unknown_fields_are_accepted() -> None:
     off = {
         "n": 1,
@@ -407,6 +434,7 @@ def test_an_error_within_a_stream_is_an_event_and_the_stream_ends() -> None:
     assert response.status_code == 200
     assert json.loads(events[-3][6:])["error"]["message"] == "gone"
     assert events[-2:] == ["data: [DONE]", ""]
+    assert '"finish_reason":"' not in response.text
 
 
 # Errors
