@@ -304,9 +304,8 @@ def _in_clients_words(error: InvalidRequestError, body: SamplingFields) -> Inval
         names["structured_outputs"] = "response_format"
     field = error.field or ""
     name = names.get(field, field)
-    # What an engine core finds begins with the name.
     message = error.message
-    if message.startswith(f"{field}: "):
+    if field and message.startswith((f"{field}: ", f"{field} ")):
         message = name + message.removeprefix(field)
     return InvalidRequestError(message, field=name or None)
 

@@ -594,6 +594,8 @@ def test_what_the_engine_finds_wrong_is_named_as_the_client_wrote_it(
         assert response.status_code == 400
         assert error_of(response)["param"] == name
         assert error_of(response)["message"] == f"{name}: too large"
+    response = post({**CHAT, "stream": stream, "logprobs": True, "top_logprobs": 21}, "/v1/chat/completions")
+    assert error_of(response)["message"].startswith("top_logprobs must be")
 
 
 @pytest.mark.parametrize(
