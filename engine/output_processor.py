@@ -118,9 +118,13 @@ class OutputProcessor:
         Raises InvalidRequestError when a request of that id is unfinished.
         """
         request_id = processed.core_request.request_id
-        if request_id in self._states or request_id in self._groups:
-            raise InvalidRequestError(f"a request with the id {request_id!r} is running", field="request_id")
         children = fan_out(processed)
+        # An id may also be that of another request's sample.
+        for known_id in (request_id, *(child.request_id for child in children)):
+            if known_id in self._states or known_id in self._groups:
+                raise InvalidRequestError(
+                    f"a request with the id {known_id!r} is running", field="request_id"
+                )
         group = None
         if len(children) > 1:
             child_ids = [child.request_id for child in children]

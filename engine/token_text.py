@@ -72,8 +72,9 @@ class TokenTexts:
             return name.encode()
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         if _MARK not in text:
-            is_space_lost = name.startswith(_SPACE_NAME) and not text.startswith(" ")
-            return (" " + text if is_space_lost else text).encode()
+            # Of the spaces that a token begins with, a decoder drops the first.
+            spaced = name.replace(_SPACE_NAME, " ")
+            return (spaced if spaced.lstrip(" ") == text.lstrip(" ") else text).encode()
         if byte := _BYTE_NAME.fullmatch(name):
             return bytes([int(byte.group(1), 16)])
         if all(letter in _ALPHABET for letter in name):

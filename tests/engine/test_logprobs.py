@@ -1,5 +1,7 @@
 """Log-probabilities from the model to the user: those of transformers, over chunks, prefix hits and preemption."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -171,6 +173,19 @@ def test_two_ids_of_one_text_stay_two(metaspace):
         assert metaspace.decode([spaced]) == metaspace.decode([names[name]])
         text = name.replace("▁", " ").encode()
         assert (texts.bytes_of(spaced), texts.bytes_of(names[name])) == (b" " + text, text)
+
+
+def test_tokens_of_several_spaces_keep_them_all(tmp_path):
+    """A decoder drops the first space of what it decodes, and only that one."""
+    path = build_metaspace(tmp_path) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab |= {"▁▁": len(vocab), "▁▁▁▁": len(vocab) + 1}
+    content["model"]["merges"] += [["▁", "▁"], ["▁▁", "▁▁"]]
+    path.write_text(json.dumps(content))
+    texts = TokenTexts(load_tokenizer(tmp_path))
+
+    assert [texts.bytes_of(vocab["▁" * count]) for count in (1, 2, 4)] == [b" ", b" " * 2, b" " * 4]
 
 
 def test_a_prompt_that_ends_inside_a_character_is_completed_by_the_first_token(byte_level):

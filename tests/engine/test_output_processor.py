@@ -126,6 +126,17 @@ def test_an_id_that_runs_is_refused(tokenizer):
         add(processor)
 
 
+@pytest.mark.parametrize(("first", "second"), [(("r0#1", 1), ("r0", 2)), (("r0", 2), ("r0#1", 1))])
+def test_an_id_that_is_one_of_a_sample_is_refused(tokenizer, first, second):
+    processor = OutputProcessor(tokenizer)
+    add(processor, request_id=first[0], n=first[1], temperature=1.0)
+
+    with pytest.raises(InvalidRequestError, match="'r0#1' is running"):
+        add(processor, request_id=second[0], n=second[1], temperature=1.0)
+
+    assert processor.num_unfinished_requests == first[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "error_type"),
     [
