@@ -72,6 +72,19 @@ class LaunchConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
+    def __post_init__(self) -> None:
+        self.check_replicas(self.cluster.data_parallel_size)
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raise ConfigError when so many replicas would get in each other's way."""
+        if num_replicas == 1:
+            return
+        for name in ("kv_events_address", "kv_events_replay_address"):
+            address = getattr(self.scheduler, name)
+            if address is not None and "{dp_rank}" not in address:
+                problem = f"{address} is one address for all replicas: it must say {{dp_rank}}"
+                raise ConfigError(f"scheduler.{name}", problem)
+
     @property
     def engine(self) -> EngineConfig:
         """The sections of one replica."""

@@ -115,6 +115,7 @@ def run(config: LaunchConfig, plan: Plan) -> ExitCode:
         )
 
     def plan_again(num_replicas: int) -> Plan:
+        config.check_replicas(num_replicas)
         new_plan = plan_of(config, num_replicas)
         plan_shared_memory(config, new_plan)
         return new_plan

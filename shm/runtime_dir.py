@@ -14,7 +14,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from .errors import ConfigError
+from .sockets import MAX_IPC_PATH_BYTES
+
 _PREFIX = "phalanx-"
+_TOKEN_BYTES = 6
+_FOLDER_BYTES = len(f"/{_PREFIX}/") + 2 * _TOKEN_BYTES
+_MAX_NAME_BYTES = 12
+"""Of a socket in the folder: "api63.100000", "oversize-15"."""
 _LOCK = "owner.lock"
 _JANITOR = 'read -r _; exec rm -rf -- "$0"'
 
@@ -31,12 +38,17 @@ class RuntimeDir:
     def create(cls, parent: Path | None = None) -> "RuntimeDir":
         """Make a new folder, and remove those that were left behind.
 
-        parent: where; None: the system's folder for temporary files. Its path must be short: a socket's address
-        holds 107 bytes.
+        parent: where; None: the system's folder for temporary files. Raises ConfigError when its path is too long for
+        the addresses of sockets.
         """
         base = parent or Path(tempfile.gettempdir())
+        num_free_bytes = MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES - _FOLDER_BYTES
+        if len(os.fsencode(base)) > num_free_bytes:
+            raise ConfigError(
+                "TMPDIR", f"{base} is too long for the sockets in it; at most {num_free_bytes} bytes, please"
+            )
         _remove_abandoned(base)
-        path = base / f"{_PREFIX}{secrets.token_hex(6)}"
+        path = base / f"{_PREFIX}{secrets.token_hex(_TOKEN_BYTES)}"
         # Before there is a folder, so that there is no moment in which nobody would remove it. Not a
         # ChildProcess: those die with their parent, and this one has its work to do just then.
         janitor = subprocess.Popen(

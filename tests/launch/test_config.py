@@ -36,6 +36,18 @@ def test_defaults_stand_when_nothing_is_said() -> None:
     assert config.engine.scheduler is config.scheduler
 
 
+@pytest.mark.parametrize("name", ["kv_events_address", "kv_events_replay_address"])
+def test_replicas_do_not_share_the_address_of_their_events(name: str) -> None:
+    settings = ["scheduler.kv_events=true", "scheduler.kv_events_address=tcp://*:55{dp_rank}0"]
+    shared = f"scheduler.{name}=ipc:///tmp/events"
+
+    assert getattr(load(*settings, shared).scheduler, name) == "ipc:///tmp/events"
+    with pytest.raises(ConfigError, match=rf"scheduler\.{name}: .*dp_rank"):
+        load(*settings, shared, "cluster.data_parallel_size=2")
+    with pytest.raises(ConfigError, match=rf"scheduler\.{name}: .*dp_rank"):
+        load(*settings, shared).check_replicas(2)
+
+
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
     path = write(tmp_path, "server:\n  port: 9000\n  host: 0.0.0.0\n")
 

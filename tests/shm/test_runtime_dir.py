@@ -7,6 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from phalanx.shm.errors import ConfigError
 from phalanx.shm.runtime_dir import RuntimeDir
 from support.children import wait_until
 
@@ -19,6 +22,15 @@ def test_the_folder_is_private_and_gone_after_close(tmp_path: Path) -> None:
     runtime_dir.close()
     runtime_dir.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_too_deep_for_sockets_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 107)
+    deep.mkdir()
+
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        RuntimeDir.create(deep)
+    assert list(deep.iterdir()) == []
 
 
 def test_a_folder_in_use_stays(tmp_path: Path) -> None:
