@@ -79,35 +79,44 @@ class CompletionLogprobsWriter:
         """Take the next tokens."""
         tokens, values, tops, offsets = [], [], [], []
         for position in positions:
-            own = next(iter(position.values()))
+            own = _own(position)
             tokens.append(own.text)
             values.append(number(own))
             tops.append(_by_name(position))
             offsets.append(self._offset)
-            if not (own.is_special and self._skips_special_tokens):
+            if not self._is_skipped(own):
                 self._offset += len(own.text)
         return CompletionLogprobs(
             tokens=tokens, token_logprobs=[*values], top_logprobs=[*tops], text_offset=offsets
         )
 
     def write_prompt(
-        self, positions: Sequence[PositionLogprobs | None], first_token_id: int, codec: TextCodec
+        self,
+        positions: Sequence[PositionLogprobs | None],
+        first_token_id: int,
+        codec: TextCodec,
+        *,
+        echo: str,
     ) -> CompletionLogprobs:
-        """Take an echoed prompt. Nothing is known of its first token but its text."""
-        offset = self._offset
-        if not self._skips_special_tokens or codec.decode([first_token_id]):
-            self._offset += len(codec.decode([first_token_id], skip_special_tokens=False))
-        rest = self.write([position for position in positions if position is not None])
+        """Take an echoed prompt, whose text is `echo`. Nothing is known of its first token but its text."""
+        first = codec.decode([first_token_id], skip_special_tokens=False)
+        shown = first if not self._skips_special_tokens else codec.decode([first_token_id])
+        self._offset = len(shown)
+        known = [position for position in positions if position is not None]
+        rest = self.write(known)
+        shown += "".join(own.text for own in map(_own, known) if not self._is_skipped(own))
+        # Vocabularies of words have one space more at the front than the text.
+        num_dropped = int(shown.startswith(" ") and shown[1:] == echo)
+        self._offset = len(echo)
         return CompletionLogprobs(
-            tokens=[codec.decode([first_token_id], skip_special_tokens=False), *rest.tokens],
+            tokens=[first, *rest.tokens],
             token_logprobs=[None, *rest.token_logprobs],
             top_logprobs=[None, *rest.top_logprobs],
-            text_offset=[offset, *rest.text_offset],
+            text_offset=[0, *(max(0, offset - num_dropped) for offset in rest.text_offset)],
         )
 
-    def move_to(self, offset: int) -> None:
-        """Say where the next token begins."""
-        self._offset = offset
+    def _is_skipped(self, own: Logprob) -> bool:
+        return own.is_special and self._skips_special_tokens
 
 
 def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
@@ -118,6 +127,11 @@ def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLog
         top_logprobs=first.top_logprobs + second.top_logprobs,
         text_offset=first.text_offset + second.text_offset,
     )
+
+
+def _own(position: PositionLogprobs) -> Logprob:
+    """The token that stands at a position."""
+    return next(iter(position.values()))
 
 
 def _by_name(position: PositionLogprobs) -> dict[str, float]:

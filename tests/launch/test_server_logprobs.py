@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,10 +10,13 @@ import openai
 import pytest
 
 from phalanx.engine.logprobs import Logprob
+from phalanx.engine.token_text import TokenTexts
+from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.logprobs import CompletionLogprobsWriter, chat_logprobs
 from phalanx.launch.server.service import Service
 from support.server import ANSWER, FakeEngine, make_service
+from support.tokenizers import build_metaspace
 
 COMPLETION = {"model": "tiny", "prompt": "Say", "max_tokens": 20}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
@@ -147,6 +151,27 @@ def test_what_json_cannot_hold_and_text_cannot_show_is_written_still() -> None:
     assert (chat.token, chat.bytes, chat.logprob) == ("bytes:\\xe2\\x9c", [0xE2, 0x9C], -9999.0)
     assert [top.logprob for top in chat.top_logprobs] == [-0.5, -0.5]
     assert "Infinity" not in json.dumps(written.top_logprobs)
+
+
+def test_the_space_before_the_first_word_has_no_place_in_an_echoed_prompt(tmp_path: Path) -> None:
+    codec = load_tokenizer(build_metaspace(tmp_path))
+    texts = TokenTexts(codec)
+    echo = "Hello world, a fox"
+    token_ids = codec.encode(echo)
+    positions = [
+        {token_id: entry(-1.0, texts.bytes_of(token_id).decode(), texts.bytes_of(token_id))}
+        for token_id in token_ids[1:]
+    ]
+    writer = CompletionLogprobsWriter()
+
+    prompt = writer.write_prompt([None, *positions], token_ids[0], codec, echo=echo)
+
+    assert codec.bos_token_id == token_ids[0]
+    assert prompt.tokens[1].startswith(" Hello")
+    for token, offset in zip(prompt.tokens[2:], prompt.text_offset[2:], strict=True):
+        assert echo[offset:].startswith(token)
+    assert prompt.text_offset[:2] == [0, 0]
+    assert writer.write([{9: entry(-1.0, "es", b"es")}]).text_offset == [len(echo)]
 
 
 def test_special_tokens_have_no_place_in_the_text() -> None:
