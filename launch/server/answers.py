@@ -114,9 +114,7 @@ class CompletionWriter:
         logprobs = None
         if positions is not None and self._form.waits_for_prompt:
             first = self._form.job.prompt_token_ids[0]
-            logprobs = self._logprobs.write_prompt(
-                positions, first, self._form.codec, echo=self._form.echo
-            )
+            logprobs = self._logprobs.write_prompt(positions, first, self._form.codec, echo=self._form.echo)
         return CompletionChoice(index=index, text=self._form.echo, logprobs=logprobs)
 
     def write(self, positions: Sequence[PositionLogprobs] | None) -> CompletionLogprobs | None:
