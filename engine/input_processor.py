@@ -174,8 +174,7 @@ class InputProcessor:
             client_index=client_index,
             prompt_token_ids=prompt_token_ids,
             sampling_params=self._complete(params, num_prompt_tokens),
-            # Where a grammar has ended nothing but an end token can follow, whether it is to be ignored or not.
-            eos_token_ids=() if params.ignore_eos and spec is None else self.eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(63),
             arrived_at=arrived_at,
             priority=options.priority,

@@ -33,7 +33,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
     client_index:     which front end gets the output
     sampling_params:  with max_tokens filled in
-    eos_token_ids:    the model's end-of-sequence tokens; empty with ignore_eos, unless a grammar needs them
+    eos_token_ids:    the model's end-of-sequence tokens
     seed:             of the sampling noise; always set
     attempt:          0 at first; one more for each replica that was lost with the request. Outputs of an
                       older attempt are dropped

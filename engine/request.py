@@ -119,7 +119,11 @@ class Request:
         self.matcher: Matcher | None = None
         self.num_overtaken = 0
         self._min_num_tokens = self.num_prompt_tokens + max(1, params.min_tokens)
-        self.end_token_ids = frozenset((*core_request.eos_token_ids, *params.stop_token_ids))
+        eos_token_ids = core_request.eos_token_ids
+        if params.ignore_eos and params.structured_outputs is None:
+            eos_token_ids = ()
+        # Where a grammar has ended nothing but an end token can follow, whether it is to be ignored or not.
+        self.end_token_ids = frozenset((*eos_token_ids, *params.stop_token_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -228,6 +232,7 @@ class Request:
             block_ids=block_ids,
             sampling_params=self.core_request.sampling_params,
             seed=self.core_request.seed,
-            stop_token_ids=tuple(sorted(self.end_token_ids)),
+            # min_tokens holds back the model's own ends also where they are ignored.
+            stop_token_ids=tuple(sorted({*self.end_token_ids, *self.core_request.eos_token_ids})),
             vocab_limit=self.core_request.vocab_limit,
         )

@@ -32,11 +32,8 @@ def test_a_text_is_tokenised_and_completed(inputs):
     assert 0 <= request.seed < 2**63
 
 
-def test_ignore_eos_leaves_no_end_tokens_and_a_given_seed_stays(inputs):
-    request = inputs.process("r", [1, 2], SamplingParams(ignore_eos=True, seed=-5)).core_request
-
-    assert request.eos_token_ids == ()
-    assert request.seed == -5
+def test_a_given_seed_stays(inputs):
+    assert inputs.process("r", [1, 2], SamplingParams(seed=-5)).core_request.seed == -5
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ import gc
 import pytest
 
 from phalanx.engine.messages import FinishReason, StepOutputs
-from support.engine import FakeModelRunner, collect_tokens, make_request, make_scheduler, run_to_end, simulate
+from phalanx.workers.sampling_params import StructuredOutputs
+from support.engine import (
+    FakeModelRunner,
+    collect_tokens,
+    make_request,
+    make_scheduler,
+    make_state,
+    run_to_end,
+    simulate,
+)
 from support.step_outputs import write_out
 
 
@@ -153,6 +162,25 @@ def test_end_tokens_win_over_length_and_min_tokens_holds_them_back(min_tokens, m
 
     assert (len(outputs), outputs[-1].finish_reason) == expected
     assert outputs[-1].stop_reason is None
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_masks_the_models_end_tokens_also_where_they_are_ignored(ignore_eos):
+    request = make_state(min_tokens=3, stop_token_ids=(7,), eos_token_ids=(5,), ignore_eos=ignore_eos)
+
+    assert request.to_new_request([]).stop_token_ids == (5, 7)
+
+
+def test_ignored_end_tokens_end_nothing_but_a_grammar():
+    first = simulate(make_request(max_tokens=4))[0]
+    scheduler, _ = make_scheduler()
+    scheduler.add_request(make_request(max_tokens=4, eos_token_ids=(first,), ignore_eos=True))
+
+    outputs = run_to_end(scheduler, FakeModelRunner())
+
+    assert (len(outputs), outputs[-1].finish_reason) == (4, FinishReason.LENGTH)
+    grammar = StructuredOutputs(choice=("a",))
+    assert make_state(eos_token_ids=(5,), ignore_eos=True, structured_outputs=grammar).end_token_ids == {5}
 
 
 def test_a_stop_token_of_the_client_is_named():
