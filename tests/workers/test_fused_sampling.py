@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.workers import fused_sampling, sampler
@@ -413,6 +413,15 @@ def test_rows_read_by_kernels_are_as_the_stages_in_torch_write_them(
     first_id=st.sampled_from([0, 64]),
     num_top=st.sampled_from([0, 1, 5, 20]),
     is_raw=st.booleans(),
+)
+@example(
+    seed=364,
+    kinds=["huge", "one-hot", "peaked"],
+    width=1000,
+    dtype=torch.float32,
+    first_id=64,
+    num_top=0,
+    is_raw=False,
 )
 def test_parts_of_logprobs_are_those_of_torch(
     seed: int, kinds: list[str], width: int, dtype: torch.dtype, first_id: int, num_top: int, is_raw: bool

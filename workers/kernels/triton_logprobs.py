@@ -134,7 +134,9 @@ def _shown(x, divisor, kept, IS_TEMPERED: tl.constexpr):
     if IS_TEMPERED:
         x = temper(x, divisor)
         x = tl.where(x >= kept, x, -float("inf"))
-    return tl.minimum(x, _LARGEST)
+    else:
+        x = tl.minimum(x, _LARGEST)
+    return x
 
 
 @triton.jit(do_not_specialize=["stride_limits", "stride_temperatures", "first_id"])
