@@ -22,12 +22,13 @@ _WAKE = Stage(kind=StageKind.CALL, control=ControlKind.WAKE)
 
 
 class CommandRefusedError(Exception):
-    """Nothing was done. status: what kind of refusal it is."""
+    """Nothing was done. status: what kind of refusal it is; field: of the operator's, that is at fault."""
 
-    def __init__(self, status: AdminStatus, problem: str) -> None:
+    def __init__(self, status: AdminStatus, problem: str, *, field: str | None = None) -> None:
         super().__init__(problem)
         self.status = status
         self.problem = problem
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,9 @@ def _resume(rank: int, view: ReplicaView) -> Target:
 
 def _reload(command: AdminCommand, ranks: list[int], replicas: Mapping[int, ReplicaView]) -> OperationPlan:
     if not command.path:
-        raise CommandRefusedError(AdminStatus.INVALID, "path: a folder, or a GGUF file, is needed")
+        raise CommandRefusedError(
+            AdminStatus.INVALID, "path: a folder, or a GGUF file, is needed", field="path"
+        )
     weights = Weights(
         path=command.path, version=command.version or command.path.rstrip("/").rpartition("/")[2]
     )
@@ -173,7 +176,9 @@ def _reload(command: AdminCommand, ranks: list[int], replicas: Mapping[int, Repl
 def _scale(command: AdminCommand, replicas: Mapping[int, ReplicaView]) -> OperationPlan:
     wanted = command.data_parallel_size
     if wanted is None or not 1 <= wanted <= MAX_REPLICAS:
-        raise CommandRefusedError(AdminStatus.INVALID, f"dp: must be 1 to {MAX_REPLICAS}, not {wanted}")
+        raise CommandRefusedError(
+            AdminStatus.INVALID, f"dp: must be 1 to {MAX_REPLICAS}, not {wanted}", field="dp"
+        )
     remove = Stage(kind=StageKind.REMOVE)
     if wanted >= len(replicas):
         added = range(len(replicas), wanted)

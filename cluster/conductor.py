@@ -124,7 +124,12 @@ class Conductor:
             plan = self._plan(command)
         except CommandRefusedError as error:
             self._hands.answer(
-                AdminResult(command_id=command.command_id, status=error.status, problem=error.problem)
+                AdminResult(
+                    command_id=command.command_id,
+                    status=error.status,
+                    problem=error.problem,
+                    field=error.field,
+                )
             )
             return
         timeout_s = command.timeout_s or self._default_timeout_s * max(1, plan.num_turns)
@@ -214,7 +219,9 @@ class Conductor:
                 assert command.data_parallel_size is not None
                 self._hands.resize(max(command.data_parallel_size, len(self._hands.replicas())))
         except ConfigError as error:
-            raise CommandRefusedError(AdminStatus.INVALID, str(error)) from None
+            # The error names a setting; the operator wrote this.
+            field = "path" if command.kind is AdminKind.RELOAD else "dp"
+            raise CommandRefusedError(AdminStatus.INVALID, str(error), field=field) from None
         return plan
 
     def _stage(self, dp_rank: int) -> Stage | None:

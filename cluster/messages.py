@@ -161,11 +161,12 @@ class AdminStatus(StrEnum):
 
 
 class AdminResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """The end of a wish. problem: one sentence, unless it was DONE."""
+    """The end of a wish. problem: one sentence, unless it was DONE; field: of the wish, that was refused for it."""
 
     command_id: int
     status: AdminStatus
     problem: str | None = None
+    field: str | None = None
     replicas: list[ReplicaResult] = []
 
 

@@ -244,7 +244,7 @@ class EngineCore:
                 continue
             if compiled.grammar is None:
                 assert compiled.error is not None
-                refused = self._scheduler.refuse_request(
+                refused = self._scheduler.refuse_grammar(
                     compiled.request_id, compiled.error, is_full=compiled.is_overload
                 )
                 self._give_others([refused])

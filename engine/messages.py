@@ -114,7 +114,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     error:             one sentence, with finish_reason ERROR
     is_poisonous:      the request killed two replicas in a row, and is not tried again
     is_invalid:        the request itself is at fault; otherwise an error is that of the replica, and the request
-                       may be tried again
+                       may be tried again. error_field: which of its fields, when one can be named
     retry_after_s:     set when the request was refused because the queue is full
     logprobs:          of the new tokens, one position for each, when the request asked
     prompt_logprobs:   of all prompt tokens but the first, with the first token of a request that asked; once in all
@@ -129,6 +129,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     num_cached_tokens: int = 0
     error: str | None = None
     is_invalid: bool = False
+    error_field: str | None = None
     is_poisonous: bool = False
     retry_after_s: float | None = None
     logprobs: LogprobTable | None = None

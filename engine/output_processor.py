@@ -365,6 +365,5 @@ def _to_error(core_output: EngineCoreOutput) -> RequestError:
     if core_output.is_poisonous:
         return PoisonousRequestError()
     if core_output.is_invalid:
-        field, colon, _ = message.partition(": ")
-        return InvalidRequestError(message, field=field if colon and field.isidentifier() else None)
+        return InvalidRequestError(message, field=core_output.error_field)
     return ReplicaLostError(message)

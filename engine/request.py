@@ -36,10 +36,10 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Why a grammar takes no token. is_invalid: it is the client's specification that cannot go on."""
+    """Why a grammar takes no token. field: of the client's, that cannot go on; None: the fault is ours."""
 
     error: str
-    is_invalid: bool
+    field: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,13 +180,13 @@ class Request:
         # The sampler prefers the grammar where both together leave nothing.
         if allowed is not None and token_id not in allowed:
             error = "allowed_token_ids: the grammar of structured_outputs allows none of them here"
-            return Rejection(error=error, is_invalid=True)
+            return Rejection(error=error, field="allowed_token_ids")
         if self.matcher.accept((token_id,)):
             return None
         problem = self.matcher.problem
         if problem is None:
-            return Rejection(error="the output left its grammar", is_invalid=False)
-        return Rejection(error=f"structured_outputs: {problem}", is_invalid=True)
+            return Rejection(error="the output left its grammar")
+        return Rejection(error=f"structured_outputs: {problem}", field="structured_outputs")
 
     def append_output_token(self, token_id: int) -> Stop | None:
         """Take over a sampled token, and say whether it ends the request."""

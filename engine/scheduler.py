@@ -113,6 +113,7 @@ class Scheduler:
                 core_request,
                 f"a request of {request.num_tokens} tokens leaves no room for output: model and KV cache "
                 f"hold {self._max_model_len} tokens",
+                field="prompt",
             )
         if len(self._book.waiting) >= self._config.max_num_waiting:
             return refuse(core_request, "too many requests are waiting", is_full=True)
@@ -129,7 +130,7 @@ class Scheduler:
             return None
         output_token_ids = request.token_ids[request.num_prompt_tokens :]
         if not matcher.accept(output_token_ids):
-            return self.refuse_request(request_id, "the output so far does not fit the grammar")
+            return self.refuse_grammar(request_id, "the output so far does not fit the grammar")
         request.matcher = matcher
         self._book.unblock(request)
         if output_token_ids and (stop := request.check_stop()):
@@ -137,12 +138,12 @@ class Scheduler:
             return make_output(request, stop=stop)
         return None
 
-    def refuse_request(self, request_id: str, error: str, *, is_full: bool = False) -> EngineCoreOutput:
-        """End an unfinished request that turned out to be wrong, or one too many. Returns its last output."""
+    def refuse_grammar(self, request_id: str, error: str, *, is_full: bool = False) -> EngineCoreOutput:
+        """End an unfinished request whose grammar is wrong, or one too many. Returns its last output."""
         request = self._book.get(request_id)
         assert request is not None, "the request has ended already"
         self._book.finish(request)
-        return refuse(request.core_request, error, is_full=is_full)
+        return refuse(request.core_request, error, is_full=is_full, field="structured_outputs")
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests, at whatever stage they are. Unknown ids are ignored."""
@@ -226,7 +227,12 @@ class Scheduler:
             # A request that was preempted meanwhile takes its token like any other: it is a valid sample.
             if request.matcher is not None and (rejection := request.reject(token_id)):
                 self._book.finish(request)
-                refused = refuse(request.core_request, rejection.error, is_invalid=rejection.is_invalid)
+                refused = refuse(
+                    request.core_request,
+                    rejection.error,
+                    is_invalid=rejection.field is not None,
+                    field=rejection.field,
+                )
                 outputs.others.append(refused)
                 continue
             stop = request.append_output_token(token_id)

@@ -57,15 +57,21 @@ def make_output(
 
 
 def refuse(
-    request: EngineCoreRequest, error: str, *, is_full: bool = False, is_invalid: bool = True
+    request: EngineCoreRequest,
+    error: str,
+    *,
+    is_full: bool = False,
+    is_invalid: bool = True,
+    field: str | None = None,
 ) -> EngineCoreOutput:
-    """End a request with an error. is_full: it may come back; is_invalid: the client's fault."""
+    """End a request with an error. is_full: it may come back; is_invalid: the client's fault, in `field`."""
     return EngineCoreOutput(
         request_id=request.request_id,
         attempt=request.attempt,
         finish_reason=FinishReason.ERROR,
         error=error,
         is_invalid=is_invalid and not is_full,
+        error_field=None if is_full else field,
         retry_after_s=RETRY_AFTER_S if is_full else None,
     )
 

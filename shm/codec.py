@@ -140,7 +140,7 @@ class FrameDecoder(Generic[T]):
         """Cut the buffers from what stands behind the body, which goes up to `end`."""
         buffers = []
         for _ in range(num_buffers):
-            length_at = end + 7 & ~7
+            length_at = end + -end % _ALIGNMENT
             (num_bytes,) = _unpack_length(view, length_at)
             start = length_at + _LENGTH_BYTES
             end = start + num_bytes

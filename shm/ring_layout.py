@@ -40,7 +40,6 @@ CLOSED = 1
 CURSOR_MASK = (1 << 64) - WORD_BYTES
 RECORD, PADDING = 1 << 32, 2 << 32
 """What a header says beside a length."""
-LENGTH_MASK = (1 << 32) - 1
 
 
 def reader_word(index: int) -> int:

@@ -170,10 +170,12 @@ def _timeout_s(body: TimedBody) -> float | None:
 
 def _answer(result: AdminResult) -> Response:
     if result.status in (AdminStatus.INVALID, AdminStatus.UNKNOWN, AdminStatus.CONFLICT):
-        problem = result.problem or result.status
-        field, colon, _ = problem.partition(": ")
-        param = field if colon and field.isidentifier() else None
-        raise ApiError(_STATUSES[result.status], problem, param=param, code=result.status)
+        raise ApiError(
+            _STATUSES[result.status],
+            result.problem or result.status,
+            param=result.field,
+            code=result.status,
+        )
     answer = AdminAnswer(
         status=result.status,
         problem=result.problem,
