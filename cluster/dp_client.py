@@ -272,7 +272,7 @@ class DpClient:
         self, request: EngineCoreRequest, *, is_replay: bool = False
     ) -> tuple[EngineCoreRequest, Decision]:
         request, decision = self._router.route(request, self._usable(), self._clock(), is_replay=is_replay)
-        self._decisions[request.group_id or request.request_id] = decision
+        self._decisions[request.known_as] = decision
         if len(self._decisions) > MAX_DECISIONS:
             self._decisions.popitem(last=False)
         return request, decision
@@ -339,7 +339,7 @@ class DpClient:
                     dp_rank,
                     request.attempt,
                     len(request.output_token_ids),
-                    request.request_id,
+                    request.known_as,
                 )
         expiry_at = self._replay.next_expiry_at()
         if expiry_at is not None and self._replay.awaits_trial_elsewhere:

@@ -7,12 +7,17 @@
 Called by: users and launch/server. Everything runs on one event loop; one task takes all outputs and hands them to
 the streams. Leaving an iterator early, or cancelling its task, aborts the request. When the engine is lost every
 stream ends with ReplicaLostError, and so does every later call.
+
+A caller's id for a request may be used again as soon as that one has ended, also by an abort of which the engine knows
+nothing yet. So each request has an id of its own for everything below, which is never used a second time: what still
+comes of an older one of the same name finds nobody.
 """
 
 import asyncio
 import functools
 import itertools
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +26,7 @@ from ..workers.config import DeviceType, DType
 from ..workers.sampling_params import SamplingParams
 from .core_client import CoreClient, ProcessCoreClient
 from .engine_options import make_engine_config
-from .errors import ReplicaLostError, RequestAbortedError, RequestError
+from .errors import InvalidRequestError, ReplicaLostError, RequestAbortedError, RequestError
 from .input_processor import (
     DEFAULT_OPTIONS,
     InputProcessor,
@@ -44,6 +49,7 @@ MANY_WORDS = 32
 """Bad words: likewise."""
 SAMPLES_AT_ONCE = 16
 """Of one prompt: after so many others have their turn."""
+_ABORTED = "the request was aborted"
 
 
 class AsyncLLM:
@@ -59,7 +65,11 @@ class AsyncLLM:
         self._inputs = input_processor
         self._client_index = client_index
         self._outputs = OutputProcessor(input_processor.tokenizer)
+        # Front ends of one cluster share their engine cores, and each may be restarted: none counts as another does.
+        self._prefix = secrets.token_hex(4)
         self._ids = itertools.count()
+        # The engine's id of each unfinished request, by its caller's.
+        self._running: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._error: RequestError | None = None
 
@@ -145,15 +155,26 @@ class AsyncLLM:
         if self._error is not None:
             raise self._error
         assert self._task is not None, "start() first"
-        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        processed = await self._process(request_id, prompt, sampling_params or SamplingParams(), options)
-        stream = RequestStream(output_kind)
-        core_requests = self._outputs.add_request(processed, stream=stream, kind=output_kind)
+        engine_id = f"{self._prefix}-{next(self._ids)}"
+        request_id = f"request-{engine_id}" if request_id is None else request_id
+        if request_id in self._running:
+            raise InvalidRequestError(f"a request with the id {request_id!r} is running", field="request_id")
+        self._running[request_id] = engine_id
         is_finished = False
         try:
+            processed = await self._process(
+                engine_id, request_id, prompt, sampling_params or SamplingParams(), options
+            )
+            # Both may have happened while a thread was at it.
+            if self._error is not None:
+                raise self._error
+            self._check_not_aborted(request_id, engine_id)
+            stream = RequestStream(output_kind)
+            core_requests = self._outputs.add_request(processed, stream=stream, kind=output_kind)
             for number, core_request in enumerate(core_requests):
                 if number % SAMPLES_AT_ONCE == SAMPLES_AT_ONCE - 1:
                     await asyncio.sleep(0)
+                    self._check_not_aborted(request_id, engine_id)
                 await self._client.add_request(core_request)
             while not is_finished:
                 try:
@@ -162,10 +183,13 @@ class AsyncLLM:
                     is_finished = True
                     raise
                 is_finished = output.finished
+                if is_finished:
+                    self._release(request_id, engine_id)
                 yield output
         finally:
+            self._release(request_id, engine_id)
             if not is_finished:
-                await self.abort(request_id)
+                await self._drop(engine_id)
 
     async def chat(
         self,
@@ -187,14 +211,10 @@ class AsyncLLM:
             await outputs.aclose()
 
     async def abort(self, request_id: str) -> None:
-        """Forget a request; its iterator, if anyone still reads it, gets nothing more. Unknown ids are ignored."""
-        request_ids = self._outputs.remove_requests([request_id])
-        if not request_ids:
-            return
-        try:
-            await self._client.abort_requests(request_ids)
-        except RequestError as error:
-            log.debug("abort not delivered request_id=%s error=%s", request_id, error)
+        """End a request: its iterator raises RequestAbortedError. Unknown ids are ignored."""
+        engine_id = self._running.pop(request_id, None)
+        if engine_id is not None:
+            await self._drop(engine_id, RequestAbortedError(_ABORTED))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes.
@@ -225,16 +245,42 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
+    def _check_not_aborted(self, request_id: str, engine_id: str) -> None:
+        """Raise RequestAbortedError when `abort` was called for a request of which not all was sent."""
+        if self._running.get(request_id) != engine_id:
+            raise RequestAbortedError(_ABORTED)
+
+    def _release(self, request_id: str, engine_id: str) -> None:
+        """Let the caller's id be used again, unless it already is. Idempotent."""
+        if self._running.get(request_id) == engine_id:
+            del self._running[request_id]
+
+    async def _drop(self, engine_id: str, error: RequestError | None = None) -> None:
+        """Forget a request, here and in the engine. error: what its iterator raises, when anyone reads it still."""
+        engine_ids = self._outputs.remove_requests([engine_id], error)
+        if not engine_ids:
+            return
+        try:
+            await self._client.abort_requests(engine_ids)
+        except RequestError as failure:
+            log.debug("abort not delivered request_id=%s error=%s", engine_id, failure)
+
     async def _process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, options: RequestOptions
+        self,
+        engine_id: str,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
     ) -> ProcessedRequest:
         process = functools.partial(
             self._inputs.process,
-            request_id,
+            engine_id,
             prompt,
             params,
             options=options,
             client_index=self._client_index,
+            caller_id=request_id,
         )
         form = params.structured_outputs
         is_long = len(prompt) > LONG_PROMPT or (form is not None and form.num_characters > LONG_FORM)

@@ -137,8 +137,9 @@ class InputProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
         client_index: int = 0,
         arrived_at: float | None = None,
+        caller_id: str | None = None,
     ) -> ProcessedRequest:
-        """Check and complete one request.
+        """Check and complete one request. request_id, caller_id: as of `EngineCoreRequest`.
 
         Raises InvalidRequestError that names the field at fault.
         """
@@ -184,6 +185,7 @@ class InputProcessor:
             block_hashes=block_hashes,
             routed_dp_rank=options.dp_rank,
             session_id=options.session_id,
+            caller_id=caller_id,
         )
         return ProcessedRequest(core_request=core_request, prompt=text)
 

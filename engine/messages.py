@@ -31,6 +31,7 @@ class FinishReason(StrEnum):
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """One request for one engine core, checked and tokenised by the front end.
 
+    request_id:       never used a second time for another request, by any front end
     client_index:     which front end gets the output
     sampling_params:  with max_tokens filled in
     eos_token_ids:    the model's end-of-sequence tokens
@@ -49,6 +50,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     routed_dp_rank:   the replica that the client asks for; None: any
     session_id:       requests of one session go to one replica where sessions are sticky
     vocab_limit:      ids from here on are padding of the model's vocabulary, and never sampled; None: all are real
+    caller_id:        what the caller knows the request by, for outputs, logs and look-ups; None: request_id
     """
 
     request_id: str
@@ -70,6 +72,12 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     routed_dp_rank: int | None = None
     session_id: str | None = None
     vocab_limit: int | None = None
+    caller_id: str | None = None
+
+    @property
+    def known_as(self) -> str:
+        """The id that the caller knows."""
+        return self.request_id if self.caller_id is None else self.caller_id
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

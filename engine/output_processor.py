@@ -100,10 +100,6 @@ class OutputProcessor:
         """Requests whose last output has not come."""
         return len(self._states)
 
-    def get_request_ids(self) -> list[str]:
-        """Name the unfinished requests."""
-        return list(self._states)
-
     def add_request(
         self,
         processed: ProcessedRequest,
@@ -113,18 +109,12 @@ class OutputProcessor:
     ) -> list[EngineCoreRequest]:
         """Expect outputs for a request. Without a stream only its final output is made.
 
-        Returns what the engine must be asked for: one request, or one for each sample.
-
-        Raises InvalidRequestError when a request of that id is unfinished.
+        Returns what the engine must be asked for: one request, or one for each sample. The id must be new.
         """
         request_id = processed.core_request.request_id
         children = fan_out(processed)
-        # An id may also be that of another request's sample.
-        for known_id in (request_id, *(child.request_id for child in children)):
-            if known_id in self._states or known_id in self._groups:
-                raise InvalidRequestError(
-                    f"a request with the id {known_id!r} is running", field="request_id"
-                )
+        assert not self._states.keys() & {request_id, *(child.request_id for child in children)}
+        assert request_id not in self._groups
         group = None
         if len(children) > 1:
             child_ids = [child.request_id for child in children]
@@ -137,17 +127,24 @@ class OutputProcessor:
             )
         return children
 
-    def remove_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests whose reader has left. Unknown ids are ignored.
+    def remove_requests(
+        self, request_ids: Iterable[str], error: RequestError | None = None
+    ) -> list[str]:
+        """Forget requests that nobody wants any more. Unknown ids are ignored.
 
+        error: what their streams end with; None: nobody reads them
         Returns the ids by which the engine knows them, those that it has finished left out.
         """
         removed = []
         for request_id in request_ids:
             group = self._groups.pop(request_id, None)
             for child_id in [request_id] if group is None else group.child_ids:
-                if self._states.pop(child_id, None) is not None:
-                    removed.append(child_id)
+                state = self._states.pop(child_id, None)
+                if state is None:
+                    continue
+                removed.append(child_id)
+                if error is not None and state.stream is not None:
+                    state.stream.fail(error)
         return removed
 
     def fail_all(self, error: RequestError) -> None:
@@ -204,7 +201,7 @@ class OutputProcessor:
         if state.group is not None:
             output = state.group.combine(state.index, output)
             if output.finished:
-                del self._groups[output.request_id]
+                del self._groups[state.group.request_id]
         if state.stream is not None:
             state.stream.put(output)
         elif output.finished:
@@ -338,7 +335,7 @@ class _RequestState:
         )
         is_finished = self.finish_reason is not None
         return RequestOutput(
-            request_id=self.request.request_id,
+            request_id=self.request.known_as,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[completion],

@@ -23,7 +23,7 @@ _SEEDS = 1 << 64
 def fan_out(processed: ProcessedRequest) -> list[EngineCoreRequest]:
     """Make one request for each sample, number i with seed + i.
 
-    They differ in nothing else, but that the first one alone tells of the prompt.
+    They differ in nothing else, but that the first one alone tells of the prompt. To the caller they are one request.
     """
     request = processed.core_request
     asked = request.sampling_params
@@ -43,6 +43,7 @@ def fan_out(processed: ProcessedRequest) -> list[EngineCoreRequest]:
             sampling_params=params if index == 0 else silent,
             seed=_wrap(request.seed + index),
             group_id=request.request_id,
+            caller_id=request.known_as,
         )
         for index in range(num_samples)
     ]
@@ -51,7 +52,7 @@ def fan_out(processed: ProcessedRequest) -> list[EngineCoreRequest]:
 class SampleGroup:
     """The samples of one prompt, as their outputs come. Owner: OutputProcessor.
 
-    child_ids: by index
+    request_id, child_ids: as the engine knows them; child_ids by index
     params:    as the request has them
     kind:      of the outputs that are given
     """
@@ -89,7 +90,6 @@ class SampleGroup:
         known = [at for at in times if at is not None]
         return replace(
             output,
-            request_id=self.request_id,
             outputs=shown,
             finished=is_finished,
             num_cached_tokens=first.num_cached_tokens,

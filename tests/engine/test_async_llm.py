@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 
+from phalanx.engine import async_llm
 from phalanx.engine.async_llm import AsyncLLM
 from phalanx.engine.core import EngineCore
 from phalanx.engine.core_client import ProcessCoreClient
@@ -19,11 +21,13 @@ from phalanx.engine.errors import (
 )
 from phalanx.engine.inproc_client import InprocCoreClient
 from phalanx.engine.input_processor import InputProcessor, RequestOptions
+from phalanx.engine.messages import EngineCoreOutput, FinishReason
 from phalanx.engine.outputs import OutputKind
 from phalanx.engine.tokenizer import load_tokenizer
 from phalanx.workers.sampling_params import SamplingParams
 from support.engine import make_engine_config, make_request, simulate
 from support.engine_children import POISON_STEP, FakeExecutor
+from support.step_outputs import pack
 from support.tokenizers import build_byte_level
 
 DEADLINE_S = 20.0
@@ -53,6 +57,10 @@ async def collect(llm, prompt, sampling_params):
         token_ids += output.outputs[0].token_ids
         text += output.outputs[0].text
     return token_ids, text
+
+
+async def collect_all(stream):
+    return [output async for output in stream]
 
 
 def expected_tokens(prompt, max_tokens):
@@ -271,3 +279,176 @@ def test_a_request_that_is_late_fails_and_the_next_one_works(inputs):
 
     token_ids, _ = asyncio.run(scenario())
     assert token_ids == expected_tokens([1, 2, 3], 4)
+
+
+class HeldClient:
+    """A CoreClient whose outputs the test gives. Event loop only."""
+
+    def __init__(self):
+        self.requests, self.aborted = [], []
+        self._outputs = asyncio.Queue()
+
+    async def start(self):
+        pass
+
+    async def add_request(self, request):
+        self.requests.append(request)
+
+    async def abort_requests(self, request_ids):
+        self.aborted += request_ids
+
+    async def get_outputs(self):
+        outputs = await self._outputs.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        return outputs
+
+    async def close(self):
+        pass
+
+    def give(self, *outputs):
+        """Outputs of one step; an exception: the engine is lost."""
+        self._outputs.put_nowait(outputs[0] if isinstance(outputs[0], Exception) else pack(list(outputs)))
+
+
+async def turns(condition):
+    """Let others have their turns until something is so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_an_id_used_again_after_an_abort_gets_nothing_of_the_request_before(inputs, num_samples):
+    sampling = params(2, n=num_samples, temperature=1.0)
+
+    async def scenario():
+        client = HeldClient()
+        async with AsyncLLM(client, inputs) as llm:
+            before = llm.generate([1, 2], sampling, "same")
+            first = asyncio.create_task(anext(before))
+            await turns(lambda: len(client.requests) == num_samples)
+            old_ids = [request.request_id for request in client.requests]
+            client.give(EngineCoreOutput(request_id=old_ids[0], new_token_ids=[7]))
+            assert (await first).outputs[0].token_ids == [7]
+            await before.aclose()
+            assert client.aborted == old_ids
+
+            again = asyncio.create_task(collect_all(llm.generate([3, 4], sampling, "same")))
+            await turns(lambda: len(client.requests) == 2 * num_samples)
+            new_ids = [request.request_id for request in client.requests[num_samples:]]
+            # What the engine had made before it saw the abort.
+            late = [EngineCoreOutput(request_id=name, new_token_ids=[8]) for name in old_ids]
+            ends = [
+                EngineCoreOutput(request_id=name, new_token_ids=[9], finish_reason=FinishReason.LENGTH)
+                for name in old_ids
+            ]
+            client.give(*late)
+            client.give(*ends)
+            for token_id, finish_reason in ((20, None), (21, FinishReason.LENGTH)):
+                client.give(
+                    *[
+                        EngineCoreOutput(
+                            request_id=name, new_token_ids=[token_id], finish_reason=finish_reason
+                        )
+                        for name in new_ids
+                    ]
+                )
+            return await again
+
+    outputs = asyncio.run(scenario())
+
+    made = {}
+    for output in outputs:
+        assert output.request_id == "same"
+        for completion in output.outputs:
+            made.setdefault(completion.index, []).extend(completion.token_ids)
+    assert made == {index: [20, 21] for index in range(num_samples)}
+
+
+def test_an_abort_by_another_task_ends_the_iterator(inputs):
+    async def scenario():
+        client = HeldClient()
+        async with AsyncLLM(client, inputs) as llm:
+            reader = asyncio.create_task(collect_all(llm.generate([1, 2], params(5), "left")))
+            await turns(lambda: client.requests)
+            await llm.abort("left")
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(RequestAbortedError):
+                    await reader
+            assert client.aborted == [client.requests[0].request_id]
+            assert llm.num_unfinished_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_while_samples_are_sent_leaves_none_behind(inputs):
+    async def scenario():
+        client = HeldClient()
+        async with AsyncLLM(client, inputs) as llm:
+            sampling = params(5, n=64, temperature=1.0)
+            reader = asyncio.create_task(collect_all(llm.generate([1, 2], sampling, "left")))
+            await turns(lambda: client.requests)
+            assert len(client.requests) < 64
+            await llm.abort("left")
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(RequestAbortedError):
+                    await reader
+            assert {request.request_id for request in client.requests} <= set(client.aborted)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("event", ["lost", "abort"])
+def test_what_happens_while_a_long_prompt_is_read_is_not_missed(inputs, event):
+    async def scenario():
+        client, may_go_on = HeldClient(), threading.Event()
+        process = inputs.process
+
+        def held(*args, **kwargs):
+            may_go_on.wait(DEADLINE_S)
+            return process(*args, **kwargs)
+
+        async with AsyncLLM(client, inputs) as llm:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(inputs, "process", held)
+                patch.setattr(async_llm, "LONG_PROMPT", 1)
+                reader = asyncio.create_task(collect_all(llm.generate([1, 2, 3], params(5), "long")))
+                await asyncio.sleep(0)
+                if event == "lost":
+                    client.give(ReplicaLostError("gone"))
+                    await llm.wait_failed()
+                else:
+                    await llm.abort("long")
+                may_go_on.set()
+                async with asyncio.timeout(DEADLINE_S):
+                    with pytest.raises(ReplicaLostError if event == "lost" else RequestAbortedError):
+                        await reader
+            assert client.requests == []
+
+    asyncio.run(scenario())
+
+
+def test_front_ends_that_share_an_engine_never_use_the_same_id(inputs):
+    async def scenario():
+        clients = [HeldClient(), HeldClient()]
+        async with AsyncLLM(clients[0], inputs) as one, AsyncLLM(clients[1], inputs, client_index=1) as other:
+            readers = [
+                asyncio.create_task(collect_all(llm.generate([1, 2], params(5), "same")))
+                for llm in (one, other)
+            ]
+            await turns(lambda: all(client.requests for client in clients))
+            for client in clients:
+                (request,) = client.requests
+                client.give(
+                    EngineCoreOutput(
+                        request_id=request.request_id, new_token_ids=[3], finish_reason=FinishReason.LENGTH
+                    )
+                )
+            await asyncio.gather(*readers)
+            return [client.requests[0] for client in clients]
+
+    requests = asyncio.run(scenario())
+
+    assert requests[0].request_id != requests[1].request_id
+    assert [request.known_as for request in requests] == ["same", "same"]

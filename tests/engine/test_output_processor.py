@@ -118,25 +118,6 @@ def test_outputs_of_an_older_attempt_are_dropped(tokenizer):
     assert processor.num_unfinished_requests == 1
 
 
-def test_an_id_that_runs_is_refused(tokenizer):
-    processor = OutputProcessor(tokenizer)
-    add(processor)
-
-    with pytest.raises(InvalidRequestError, match="is running"):
-        add(processor)
-
-
-@pytest.mark.parametrize(("first", "second"), [(("r0#1", 1), ("r0", 2)), (("r0", 2), ("r0#1", 1))])
-def test_an_id_that_is_one_of_a_sample_is_refused(tokenizer, first, second):
-    processor = OutputProcessor(tokenizer)
-    add(processor, request_id=first[0], n=first[1], temperature=1.0)
-
-    with pytest.raises(InvalidRequestError, match="'r0#1' is running"):
-        add(processor, request_id=second[0], n=second[1], temperature=1.0)
-
-    assert processor.num_unfinished_requests == first[1]
-
-
 @pytest.mark.parametrize(
     ("fields", "error_type"),
     [
@@ -294,7 +275,7 @@ def test_samples_differ_in_their_seed_alone(tokenizer):
 
     assert [child.request_id for child in children] == ["r0#0", "r0#1", "r0#2"]
     assert [child.seed for child in children] == [1, 2, 3]
-    assert {child.group_id for child in children} == {"r0"}
+    assert {child.group_id for child in children} == {child.known_as for child in children} == {"r0"}
     for child in children:
         assert msgspec.structs.replace(child.sampling_params, n=3) == request.sampling_params
     largest = msgspec.structs.replace(request, seed=2**63 - 1)
