@@ -127,9 +127,7 @@ class OutputProcessor:
             )
         return children
 
-    def remove_requests(
-        self, request_ids: Iterable[str], error: RequestError | None = None
-    ) -> list[str]:
+    def remove_requests(self, request_ids: Iterable[str], error: RequestError | None = None) -> list[str]:
         """Forget requests that nobody wants any more. Unknown ids are ignored.
 
         error: what their streams end with; None: nobody reads them
