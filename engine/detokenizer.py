@@ -38,7 +38,7 @@ class IncrementalDecoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = self._choose_context(self._visible(prompt_token_ids[-2 * MAX_CONTEXT_TOKENS :]))
+        self._window = self._choose_context(self._last_visible(prompt_token_ids))
         # A prompt may end inside a character: what completes it is output, what stands before it is not.
         self._emitted = self._complete_part(self._window)
         self._num_settled = len(self._window)
@@ -107,6 +107,18 @@ class IncrementalDecoder:
                 candidates.append(shorter)
                 break
         return max(candidates, key=len)
+
+    def _last_visible(self, token_ids: Sequence[int]) -> list[int]:
+        """Take as many of the last tokens as a context may need; those that add no text are passed over.
+
+        An empty context is the beginning of a text, where some decoders drop a space.
+        """
+        found: list[int] = []
+        for token_id in reversed(token_ids):
+            found += self._visible([token_id])
+            if len(found) == 2 * MAX_CONTEXT_TOKENS:
+                break
+        return found[::-1]
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         # Skipped tokens add no text; as context they would crowd out tokens that do.

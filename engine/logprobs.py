@@ -21,6 +21,7 @@ class Logprob:
     text:        what it adds to the text before it; empty as long as a character is not complete
     token_bytes: its own bytes
     is_special:  not text, as `skip_special_tokens` has it
+    loses_space: the text begins with this token, and so without the space that `text` begins with
     """
 
     logprob: float
@@ -28,6 +29,7 @@ class Logprob:
     text: str
     token_bytes: bytes
     is_special: bool = False
+    loses_space: bool = False
 
 
 PositionLogprobs = dict[int, Logprob]
@@ -35,11 +37,19 @@ PositionLogprobs = dict[int, Logprob]
 
 
 class LogprobReader:
-    """Reads the tables of one sequence, in the order of its tokens. preceding: token ids before the first one."""
+    """Reads the tables of one sequence, in the order of its tokens.
 
-    def __init__(self, texts: TokenTexts, preceding: Sequence[int]) -> None:
+    preceding:            token ids before the first one
+    skips_special_tokens: they have no place in the text
+    """
+
+    def __init__(
+        self, texts: TokenTexts, preceding: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> None:
         self._texts = texts
+        self._skips_special_tokens = skips_special_tokens
         self._pending = texts.pending_after(preceding)
+        self._is_at_start = not any(map(self._has_place, preceding))
 
     def read(self, table: LogprobTable) -> list[PositionLogprobs]:
         """Return one entry for each position."""
@@ -53,7 +63,8 @@ class LogprobReader:
 
     def _read_position(self, token_ids: list[int], values: list[float], rank: int) -> PositionLogprobs:
         own, pending = token_ids[0], self._pending
-        found: PositionLogprobs = {own: self._entry(own, values[0], rank)}
+        loses_space = self._is_at_start and self._texts.loses_space(own)
+        found: PositionLogprobs = {own: self._entry(own, values[0], rank, loses_space=loses_space)}
         top_rank = 1
         for place in range(1, len(token_ids)):
             if place > 1 and values[place] < values[place - 1]:
@@ -61,9 +72,16 @@ class LogprobReader:
             if token_ids[place] != own:
                 found[token_ids[place]] = self._entry(token_ids[place], values[place], top_rank)
         _, self._pending = self._texts.add(pending, own)
+        self._is_at_start = self._is_at_start and not self._has_place(own)
         return found
 
-    def _entry(self, token_id: int, value: float, rank: int) -> Logprob:
+    def _has_place(self, token_id: int) -> bool:
+        """Say whether a token is a part of the text."""
+        if self._skips_special_tokens and self._texts.is_special(token_id):
+            return False
+        return bool(self._texts.bytes_of(token_id))
+
+    def _entry(self, token_id: int, value: float, rank: int, *, loses_space: bool = False) -> Logprob:
         text, _ = self._texts.add(self._pending, token_id)
         return Logprob(
             logprob=value,
@@ -71,11 +89,17 @@ class LogprobReader:
             text=text,
             token_bytes=self._texts.bytes_of(token_id),
             is_special=self._texts.is_special(token_id),
+            loses_space=loses_space,
         )
 
 
 def read_prompt(
-    texts: TokenTexts, prompt_token_ids: Sequence[int], table: LogprobTable
+    texts: TokenTexts,
+    prompt_token_ids: Sequence[int],
+    table: LogprobTable,
+    *,
+    skips_special_tokens: bool = True,
 ) -> list[PositionLogprobs | None]:
     """Return one entry for each prompt token; None for the first, which nothing comes before."""
-    return [None, *LogprobReader(texts, prompt_token_ids[:1]).read(table)]
+    reader = LogprobReader(texts, prompt_token_ids[:1], skips_special_tokens=skips_special_tokens)
+    return [None, *reader.read(table)]

@@ -241,7 +241,9 @@ class _RequestState:
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._logprob_reader: LogprobReader | None = None
         if params.logprobs is not None:
-            self._logprob_reader = LogprobReader(texts, request.prompt_token_ids)
+            self._logprob_reader = LogprobReader(
+                texts, request.prompt_token_ids, skips_special_tokens=params.skip_special_tokens
+            )
         self._detokenizer: Detokenizer | None = None
         if params.detokenize:
             self._detokenizer = Detokenizer(
@@ -303,7 +305,12 @@ class _RequestState:
     def _append_logprobs(self, core_output: EngineCoreOutput) -> None:
         if core_output.prompt_logprobs is not None:
             prompt = self.request.prompt_token_ids
-            self._prompt_logprobs = read_prompt(self._texts, prompt, core_output.prompt_logprobs)
+            self._prompt_logprobs = read_prompt(
+                self._texts,
+                prompt,
+                core_output.prompt_logprobs,
+                skips_special_tokens=self.request.sampling_params.skip_special_tokens,
+            )
         if self._logprob_reader is None or core_output.logprobs is None:
             return
         # Tokens after the end of the output have none.

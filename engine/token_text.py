@@ -48,6 +48,13 @@ class TokenTexts:
         """True for tokens that are not text, as `skip_special_tokens` has it."""
         return token_id in self._tokenizer.special_ids
 
+    def loses_space(self, token_id: int) -> bool:
+        """True for a token that begins with a space which is dropped where a text begins with it."""
+        text = self.bytes_of(token_id)
+        return text.startswith(b" ") and self._tokenizer.decode(
+            [token_id], skip_special_tokens=False
+        ).encode() == text.removeprefix(b" ")
+
     def add(self, pending: bytes, token_id: int) -> tuple[str, bytes]:
         """Let a token follow a text that ends with the bytes `pending` of an unfinished character.
 

@@ -85,7 +85,7 @@ class CompletionLogprobsWriter:
             tops.append(_by_name(position))
             offsets.append(self._offset)
             if not self._is_skipped(own):
-                self._offset += len(own.text)
+                self._offset += len(own.text) - own.loses_space
         return CompletionLogprobs(
             tokens=tokens, token_logprobs=[*values], top_logprobs=[*tops], text_offset=offsets
         )
@@ -102,17 +102,13 @@ class CompletionLogprobsWriter:
         first = codec.decode([first_token_id], skip_special_tokens=False)
         shown = first if not self._skips_special_tokens else codec.decode([first_token_id])
         self._offset = len(shown)
-        known = [position for position in positions if position is not None]
-        rest = self.write(known)
-        shown += "".join(own.text for own in map(_own, known) if not self._is_skipped(own))
-        # Vocabularies of words have one space more at the front than the text.
-        num_dropped = int(shown.startswith(" ") and shown[1:] == echo)
+        rest = self.write([position for position in positions if position is not None])
         self._offset = len(echo)
         return CompletionLogprobs(
             tokens=[first, *rest.tokens],
             token_logprobs=[None, *rest.token_logprobs],
             top_logprobs=[None, *rest.top_logprobs],
-            text_offset=[0, *(max(0, offset - num_dropped) for offset in rest.text_offset)],
+            text_offset=[0, *rest.text_offset],
         )
 
     def _is_skipped(self, own: Logprob) -> bool:

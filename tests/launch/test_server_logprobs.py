@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
-from phalanx.engine.logprobs import Logprob
+from phalanx.engine.detokenizer import Detokenizer
+from phalanx.engine.logprobs import Logprob, LogprobReader
 from phalanx.engine.token_text import TokenTexts
-from phalanx.engine.tokenizer import load_tokenizer
+from phalanx.engine.tokenizer import Tokenizer, load_tokenizer
 from phalanx.launch.server.app import create_app
 from phalanx.launch.server.logprobs import CompletionLogprobsWriter, chat_logprobs
 from phalanx.launch.server.service import Service
+from phalanx.workers.logprobs import pack_table
 from support.server import ANSWER, FakeEngine, make_service
-from support.tokenizers import build_metaspace
+from support.tokenizers import build_byte_level, build_metaspace
 
 COMPLETION = {"model": "tiny", "prompt": "Say", "max_tokens": 20}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
@@ -153,15 +156,18 @@ def test_what_json_cannot_hold_and_text_cannot_show_is_written_still() -> None:
     assert "Infinity" not in json.dumps(written.top_logprobs)
 
 
+def tell(codec: Tokenizer, preceding: list[int], token_ids: list[int], **reader: bool) -> list[Any]:
+    """What an engine would say of tokens, without numbers that mean anything."""
+    ids = np.array([token_ids], dtype=np.int32).T
+    table = pack_table(ids, np.full(ids.shape, -1.0, np.float32), np.ones(len(ids), np.int32))
+    return LogprobReader(TokenTexts(codec), preceding, **reader).read(table)
+
+
 def test_the_space_before_the_first_word_has_no_place_in_an_echoed_prompt(tmp_path: Path) -> None:
     codec = load_tokenizer(build_metaspace(tmp_path))
-    texts = TokenTexts(codec)
     echo = "Hello world, a fox"
     token_ids = codec.encode(echo)
-    positions = [
-        {token_id: entry(-1.0, texts.bytes_of(token_id).decode(), texts.bytes_of(token_id))}
-        for token_id in token_ids[1:]
-    ]
+    positions = tell(codec, token_ids[:1], token_ids[1:])
     writer = CompletionLogprobsWriter()
 
     prompt = writer.write_prompt([None, *positions], token_ids[0], codec, echo=echo)
@@ -172,6 +178,34 @@ def test_the_space_before_the_first_word_has_no_place_in_an_echoed_prompt(tmp_pa
         assert echo[offset:].startswith(token)
     assert prompt.text_offset[:2] == [0, 0]
     assert writer.write([{9: entry(-1.0, "es", b"es")}]).text_offset == [len(echo)]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("text", ["Hello world", "  two spaces", "ü first", "</s>Hello"])
+@pytest.mark.parametrize("prompt", [[1], [1] * 20, "Hello", ["Hello", *[1] * 20]])
+@pytest.mark.parametrize("build", [build_metaspace, build_byte_level])
+def test_offsets_are_places_in_the_text_whatever_stands_before_it(
+    build: Any, prompt: Any, text: str, skips: bool, tmp_path: Path
+) -> None:
+    codec = load_tokenizer(build(tmp_path))
+    preceding: list[int] = []
+    for part in [prompt] if isinstance(prompt, str) else prompt:
+        preceding += codec.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
+    token_ids = codec.encode(text, add_special_tokens=False)
+    detokenizer = Detokenizer(codec, preceding, skip_special_tokens=skips)
+    places = []
+    for token_id in token_ids:
+        places.append(len(detokenizer.text))
+        detokenizer.add(token_id)
+    detokenizer.finish()
+
+    positions = tell(codec, preceding, token_ids, skips_special_tokens=skips)
+    written = CompletionLogprobsWriter(skips_special_tokens=skips).write(positions)
+
+    assert written.text_offset == places
+    before = codec.decode(preceding, skip_special_tokens=skips)
+    whole = codec.decode([*preceding, *token_ids], skip_special_tokens=skips)
+    assert before + detokenizer.text == whole
 
 
 def test_special_tokens_have_no_place_in_the_text() -> None:
