@@ -302,14 +302,16 @@ def _num_threads(config: WorkerConfig) -> int:
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    """Return the variables that torch reads at import."""
+    """Return the variables that torch and NCCL read at their start."""
+    # The ranks of a replica are on one host, and nobody on another need reach them. gloo would look up the host's name,
+    # and NCCL listen on the first interface that is not the loopback one. What the operator asks for comes first.
+    interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # Some 10 us instead of milliseconds: an idle compute thread would else burn a core that others need.
         "GOMP_SPINCOUNT": "10000",
-        # The ranks of a replica are on one host; gloo would else look up the host's name.
-        "GLOO_SOCKET_IFNAME": "lo",
+        **{name: interface for name, interface in interfaces.items() if name not in os.environ},
     }
 
 

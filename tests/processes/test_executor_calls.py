@@ -367,3 +367,20 @@ def test_a_rank_is_bound_to_the_cores_it_was_given(
 
     bound = [outcome.result for outcome in executor.collective_rpc("cores")]
     assert bound == [cores[:1], cores[1:]]
+
+
+@pytest.mark.parametrize("asked", [None, "eth7"])
+def test_process_groups_meet_on_the_loopback_interface_unless_told_otherwise(
+    start_executor: StartExecutor, monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+        if asked is not None:
+            monkeypatch.setenv(name, asked)
+    executor = start_executor(hooks=("support.hooks:variables",))
+
+    given = [outcome.result for outcome in executor.collective_rpc("variables", names)]
+
+    # NCCL takes a bare name for the beginning of one.
+    assert given == [["lo", "=lo"] if asked is None else [asked, asked]] * 2

@@ -1,10 +1,7 @@
 """A cluster of two replicas of two ranks under many clients, good and bad. Tiny model, real processes."""
 
 import asyncio
-import contextlib
 import json
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,11 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from support.children import listening_addresses
 from support.launch import TINY_MODEL, Cluster, running_cluster
 
 NUM_CLIENTS = 64
 MAX_TOKENS = 24
-LISTENING = "0A"
-"""As the kernel's tables of sockets write it."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -292,20 +288,7 @@ def test_the_tables_of_phases_and_ranks_are_printed(cluster: Cluster) -> None:
 
 def test_nothing_listens_but_the_one_address(cluster: Cluster) -> None:
     """Engine cores, workers and the coordinator talk through the private folder, and what is inherited."""
-    inodes = set()
-    for pid in (cluster.process.pid, *cluster.tree()):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(link)))
-
-    listening = set()
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            address, state, inode = fields[1], fields[3], fields[9]
-            # Of a datagram socket every one that is bound can be sent to.
-            if inode in inodes and (state == LISTENING or table.startswith("udp")):
-                listening.add((table, address))
+    listening = listening_addresses([cluster.process.pid, *cluster.tree()])
 
     port = int(cluster.url.rpartition(":")[2])
     assert listening == {("tcp", f"0100007F:{port:04X}")}

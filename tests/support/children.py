@@ -1,17 +1,21 @@
 """Targets that the process tests run in children, and ways to look at processes from outside."""
 
+import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
 from phalanx.shm.child_context import ChildContext
 from phalanx.shm.errors import ConfigError
+
+_LISTENING = "0A"
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str = "the condition") -> None:
@@ -28,6 +32,24 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def listening_addresses(pids: Iterable[int]) -> set[tuple[str, str]]:
+    """Where processes can be reached: (table, address) of /proc/net, "tcp" and "0100007F:1F90" for 127.0.0.1:8080."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(link)))
+    listening = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            address, state, inode = fields[1], fields[3], fields[9]
+            # Of a datagram socket every one that is bound can be sent to.
+            if inode in inodes and (state == _LISTENING or table.startswith("udp")):
+                listening.add((table, address))
+    return listening
 
 
 def echo(context: ChildContext) -> int:

@@ -33,6 +33,11 @@ def fail_on(worker: WorkerLike, argument: int) -> int:
     return worker.tp_rank
 
 
+def variables(worker: WorkerLike, argument: list[str]) -> list[str | None]:
+    """Values of environment variables, by their names."""
+    return [os.environ.get(name) for name in argument]
+
+
 def unspeakable(worker: WorkerLike, argument: None) -> object:
     return threading.Lock()
 

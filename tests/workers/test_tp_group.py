@@ -9,6 +9,7 @@ import torch
 
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.tp_group import TensorParallelGroup, connect_group
+from support.children import listening_addresses
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,22 @@ def test_a_broadcast_gives_everyone_the_sources_values() -> None:
     results = on_ranks(2, lambda group: group.broadcast(torch.full((3,), group.rank), 1))
 
     assert all(result.tolist() == [1, 1, 1] for result in results)
+
+
+def test_ranks_listen_on_the_loopback_interface_alone() -> None:
+    before = listening_addresses([os.getpid()])
+    during: list[set[tuple[str, str]]] = []
+
+    def act(group: TensorParallelGroup) -> torch.Tensor:
+        group.barrier()
+        during.append(listening_addresses([os.getpid()]) - before)
+        return group.all_reduce(torch.ones(1))
+
+    on_ranks(2, act)
+
+    for found in during:
+        assert found, "gloo's ranks find each other through sockets"
+        assert {address.partition(":")[0] for _, address in found} == {"0100007F"}
 
 
 def test_several_ranks_need_a_rendezvous() -> None:
