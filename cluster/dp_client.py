@@ -199,7 +199,7 @@ class DpClient:
                 raise NoReplicaError()
             self._router.check_room(self._replay.num_parked)
             self._replay.wait(request, self._clock())
-            if self._expiry is None:
+            if self._expiry is None or request.deadline_at is not None:
                 self._send_lost_requests()
             return
         request, decision = self._route(request)

@@ -20,6 +20,7 @@ one trial is held at a time. Who was blamed by one is told to all (`take_blamed`
 """
 
 import hashlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -260,14 +261,17 @@ class ReplayLog:
             self._board.set_trial(dp_rank)
 
     def expire(self, now: float) -> list[EngineCoreOutput]:
-        """Return the errors of the requests that have been parked for too long."""
-        late = [name for name in self._parked if now - self._entries[name].parked_at >= self._wait_s]
+        """Return the errors of the requests that have been parked for too long, or whose own time is up."""
+        late = [name for name in self._parked if now >= self._entries[name].parked_at + self._wait_s]
         self._num_expired += len(late)
-        return [self._end(name, FinishReason.ERROR, self._why_late(name)) for name in late]
+        ended = [self._end(name, FinishReason.ERROR, self._why_late(name)) for name in late]
+        overdue = [name for name in self._parked if now >= _deadline_at(self._entries[name])]
+        return ended + [self._end(name, FinishReason.TIMEOUT) for name in overdue]
 
     def next_expiry_at(self) -> float | None:
         """When `expire` will next find something; None while nothing is parked."""
-        return min((self._entries[name].parked_at + self._wait_s for name in self._parked), default=None)
+        parked = (self._entries[name] for name in self._parked)
+        return min((min(one.parked_at + self._wait_s, _deadline_at(one)) for one in parked), default=None)
 
     def forget(self, request_id: str) -> int | None:
         """Drop a request whose client left. Returns the replica that computes it, None when there is none."""
@@ -379,6 +383,12 @@ class ReplayLog:
             error=why or None,
             is_poisonous=is_poisonous,
         )
+
+
+def _deadline_at(entry: _Entry) -> float:
+    """When its client wants an end of it, by the clock of all."""
+    deadline_at = entry.request.deadline_at
+    return math.inf if deadline_at is None else deadline_at
 
 
 def _fingerprint(request: EngineCoreRequest) -> bytes:

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, assert_never
@@ -179,6 +180,7 @@ class EngineCoreLoop:
         # The number of the last request of each front end: told together with the counts that include it.
         self._admitted: dict[int, int] = {}
         self._followers: set[int] = set()
+        self._asked: deque[CoreControl] = deque()
         self._is_stopping = False
         self._has_changed = True
         self._reported_at = -STATS_INTERVAL_AT_REST_S
@@ -192,6 +194,8 @@ class EngineCoreLoop:
                 self._has_changed = True
                 self._set_phase(Phase.SCHEDULING)
                 self._hand_over(self._core.step(self._take_results, self._begin_wait))
+                while self._asked:
+                    self._handle(self._asked.popleft())
         self._set_phase(Phase.STOPPING)
         # What has arrived by now gets its answer as well.
         self._input.close()
@@ -217,18 +221,24 @@ class EngineCoreLoop:
         self._set_phase(Phase.WAITING)
 
     def _take_results(self) -> None:
+        """What comes in while a step is under way counts before its result; but what the parent asks, after it."""
         self._set_phase(Phase.SCHEDULING)
-        self._take_arrived()
+        self._take_arrived(is_in_step=True)
 
     def _set_phase(self, phase: Phase) -> None:
         if self._slot is not None:
             self._slot.set(phase, call_id=self._core.num_unfinished_requests, step=self._core.num_steps)
 
-    def _take_arrived(self) -> None:
+    def _take_arrived(self, *, is_in_step: bool = False) -> None:
         """Handle all that has come in; never waits."""
         try:
             while True:
-                self._handle(self._inbox.get_nowait())
+                item = self._inbox.get_nowait()
+                if is_in_step and isinstance(item, CoreControl):
+                    # It may have all steps in flight end, which cannot be within one of them.
+                    self._asked.append(item)
+                else:
+                    self._handle(item)
         except Empty:
             return
 

@@ -115,7 +115,8 @@ class Scheduler:
                 f"hold {self._max_model_len} tokens",
                 field="prompt",
             )
-        if len(self._book.waiting) >= self._config.max_num_waiting:
+        # One that another replica has begun was let in there, and its client may hold a part of the answer.
+        if core_request.attempt == 0 and len(self._book.waiting) >= self._config.max_num_waiting:
             return refuse(core_request, "too many requests are waiting", is_full=True)
         self._book.add(request)
         return None

@@ -102,6 +102,26 @@ def test_a_request_waits_for_a_replica_only_so_long(log: ReplayLog) -> None:
     assert log.next_expiry_at() is None
 
 
+@pytest.mark.parametrize("was_sent", [True, False])
+def test_a_request_that_waits_for_a_replica_ends_at_its_deadline(log: ReplayLog, was_sent: bool) -> None:
+    request = msgspec.structs.replace(make_request(), deadline_at=5.0)
+    if was_sent:
+        log.admit(request, 0)
+        log.admit(make_request("b"), 0)
+        log.lose(0, now=1.0)
+    else:
+        log.wait(request, 1.0)
+        log.wait(make_request("b"), 1.0)
+
+    assert log.next_expiry_at() == 5.0
+    assert log.expire(4.9) == []
+    (end,) = log.expire(5.0)
+    assert (end.request_id, end.attempt, end.finish_reason) == ("a", 0, FinishReason.TIMEOUT)
+    assert log.next_expiry_at() == 31.0
+    assert [waiting.request_id for waiting in log.replayable()] == ["b"]
+    log.check_invariants()
+
+
 def test_a_request_that_comes_while_no_replica_serves_is_sent_to_the_first_that_does(log: ReplayLog) -> None:
     log.wait(make_request(), 1.0)
 

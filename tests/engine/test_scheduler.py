@@ -119,6 +119,16 @@ def test_a_full_queue_says_when_to_come_back():
     assert scheduler.num_unfinished_requests == 1
 
 
+def test_a_request_that_another_replica_has_begun_is_taken_into_a_full_queue():
+    scheduler, _ = make_scheduler(max_num_waiting=1)
+    scheduler.add_request(make_request("a", max_tokens=2))
+
+    assert scheduler.add_request(make_request("b", attempt=1, output_token_ids=[5], max_tokens=4)) is None
+
+    ended = [output.request_id for output in run_to_end(scheduler, FakeModelRunner()) if output.finish_reason]
+    assert sorted(ended) == ["a", "b"]
+
+
 def test_a_full_hit_of_an_aligned_prompt_still_computes_one_block():
     scheduler, _ = make_scheduler(block_size=4)
     prompt = list(range(8))

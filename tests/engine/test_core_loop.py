@@ -1,0 +1,88 @@
+"""The loop of an engine core in this thread: what comes in while a step is under way."""
+
+from queue import SimpleQueue
+
+import pytest
+
+from phalanx.engine.core import EngineCore
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
+from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput, Inbox, StopRequested
+from phalanx.engine.core_proc import EngineCoreLoop
+from phalanx.engine.messages import FinishReason
+from phalanx.workers.messages import ModelRunnerOutput, SchedulerOutput
+from support.engine import make_engine_config, make_request
+from support.engine_children import FakeExecutor, FakeStep
+from support.step_outputs import write_out
+
+
+class InterruptedExecutor(FakeExecutor):
+    """Puts something into the inbox while the loop waits for the result of a step.
+
+    items: by the number of the step
+    """
+
+    def __init__(self, inbox: Inbox, items: dict[int, CoreControl]) -> None:
+        super().__init__()
+        self.inbox = inbox
+        self.items = items
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> FakeStep:
+        step = super().submit_model(scheduler_output)
+        executor = self
+
+        class InterruptedStep(FakeStep):
+            def result(self) -> ModelRunnerOutput:
+                item = executor.items.pop(self.scheduler_output.step, None)
+                if item is not None:
+                    executor.inbox.put(item)
+                return super().result()
+
+        interrupted = InterruptedStep(scheduler_output)
+        interrupted.output = step.output
+        return interrupted
+
+
+class KeptOutput(CoreOutput):
+    """Keeps what would be sent."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        super().__init__(None, inbox)
+        self.kept: list[ClientOutputs] = []
+
+    def put(self, item: object) -> None:
+        if isinstance(item, ClientOutputs):
+            self.kept.append(item)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("kind", list(ControlKind))
+def test_what_the_parent_asks_while_a_step_is_under_way_is_done_after_it(
+    max_steps_in_flight: int, kind: ControlKind
+) -> None:
+    inbox: Inbox = SimpleQueue()
+    asked = CoreControl(call_id=4, kind=kind, timeout_s=1.0)
+    executor = InterruptedExecutor(inbox, {3: asked})
+    config = make_engine_config(max_steps_in_flight=max_steps_in_flight)
+    core = EngineCore(config, executor, executor.start())
+    output = KeptOutput(inbox)
+    answers: list[CoreControlDone] = []
+
+    def answered(done: CoreControlDone) -> None:
+        answers.append(done)
+        core._scheduler.check_invariants()
+        inbox.put(StopRequested())
+
+    loop = EngineCoreLoop(
+        core, inbox, CoreInput("ipc:///nowhere", inbox), output, dp_rank=0, epoch=0, tell_parent=answered
+    )
+    inbox.put(make_request("a", max_tokens=20))
+
+    loop.run()
+
+    (answer,) = answers
+    assert (answer.error is None) == (kind is not ControlKind.RESET_PREFIX_CACHE)
+    said = [one for item in output.kept for one in write_out(item.outputs.outputs)]
+    assert said[-1].finish_reason is FinishReason.ABORT
+    assert core.num_unfinished_requests == 0
+    # The token of the step that was under way was made before, and is not lost.
+    assert len([token for one in said for token in one.new_token_ids]) >= 3
