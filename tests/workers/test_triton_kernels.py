@@ -15,7 +15,7 @@ from phalanx.workers.kernels.triton_linear import gemv, norm_gemv, silu_gemv
 from phalanx.workers.kernels.triton_norm import add_rms_norm
 from phalanx.workers.kernels.triton_parts import PartsTuning, product_in_parts, tuning_for
 from phalanx.workers.kernels.triton_rotary import rotate_and_store
-from phalanx.workers.layers.rotary import rotate
+from phalanx.workers.layers.rotary import rotate, widen_angles
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
 
 EXAMPLES = 30 if HAS_CARD else 8
@@ -164,7 +164,8 @@ def test_rotate_and_store(
     if norm is not None:
         reference = offset_rms_norm if norm == "offset" else rms_norm
         q, k = reference(q, weights[0], EPSILON), reference(k, weights[1], EPSILON)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    factors = widen_angles(cos, sin)
+    q, k = rotate(q, *factors), rotate(k, *factors)
     write_kv(k[:-1], v[:-1], *expected_caches, slots[:-1])
     if tokens:
         assert relative_error(queries, q) < tolerance(dtype)

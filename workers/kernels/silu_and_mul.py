@@ -13,4 +13,4 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     x: [num_tokens, 2 * size]; returns [num_tokens, size]. size may be 0.
     """
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)

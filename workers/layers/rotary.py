@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 import torch
 
+from ..kernels.ops import is_fused
 from ..transformer_config import RopeConfig, RopeType
 
 
@@ -22,31 +23,38 @@ class RotaryEmbedding:
         self._table: torch.Tensor | None = None
 
     def place(self, device: torch.device) -> None:
-        """Compute the table on `device`: [max_positions, 2, head_size / 2] float32."""
+        """Compute the table on `device`: [max_positions, 2, n] float32, with n as in `angles`."""
         positions = torch.arange(self._max_positions, device="cpu").float()
         angles = torch.outer(positions, self._inverse_frequencies)
-        self._table = torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+        factors = angles.cos(), angles.sin()
+        if not is_fused(torch.empty(0, device=device)):
+            factors = widen_angles(*factors)
+        self._table = torch.stack(factors, dim=1).to(device)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [num_tokens] -> cosines and sines, each [num_tokens, 1, head_size / 2]."""
+        """positions [num_tokens] -> cosines and sines, each [num_tokens, 1, n].
+
+        n: half the head size where kernels take them (`is_fused`); elsewhere they are as `rotate` wants them
+        """
         assert self._table is not None, "place() was not called"
         cos, sin = self._table.index_select(0, positions).split(1, dim=1)
         return cos, sin
 
 
+def widen_angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make `rotate`'s factors for whole heads of cosines and sines: [..., head_size / 2] -> [..., head_size]."""
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (i, i + head_size / 2) by its angle.
 
-    x: [num_tokens, num_heads, head_size]; returns the same shape and dtype
+    x: [num_tokens, num_heads, head_size]; cos, sin: as `widen_angles` makes them; returns the same shape and dtype
     """
     wide = x.float()
-    turned = wide.new_empty(wide.shape)
-    (first, second), (turned_first, turned_second) = wide.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=turned_first)
-    turned_first.addcmul_(second, sin, value=-1.0)
-    torch.mul(second, cos, out=turned_second)
-    turned_second.addcmul_(first, sin)
-    return turned.to(x.dtype)
+    # Each number beside the other one of its pair.
+    other = wide.roll(wide.shape[-1] // 2, -1)
+    return (wide * cos).addcmul_(other, sin).to(x.dtype)
 
 
 def _scale(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:

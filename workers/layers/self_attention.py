@@ -23,6 +23,7 @@ from .shard import TensorShard
 class SelfAttention(nn.Module):
     """[num_tokens, hidden_size] -> the same.
 
+    angles:      as `RotaryEmbedding.angles` gives them
     scale:       of the products of queries and keys; None: the inverse square root of the head size
     qkv_bias:    the three input projections have biases
     output_bias: the output projection has one
