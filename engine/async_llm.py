@@ -165,16 +165,14 @@ class AsyncLLM:
             processed = await self._process(
                 engine_id, request_id, prompt, sampling_params or SamplingParams(), options
             )
-            # Both may have happened while a thread was at it.
-            if self._error is not None:
-                raise self._error
-            self._check_not_aborted(request_id, engine_id)
+            # Much may have happened while a thread was at it.
+            self._check_wanted(request_id, engine_id)
             stream = RequestStream(output_kind)
             core_requests = self._outputs.add_request(processed, stream=stream, kind=output_kind)
             for number, core_request in enumerate(core_requests):
                 if number % SAMPLES_AT_ONCE == SAMPLES_AT_ONCE - 1:
                     await asyncio.sleep(0)
-                    self._check_not_aborted(request_id, engine_id)
+                    self._check_wanted(request_id, engine_id)
                 await self._client.add_request(core_request)
             while not is_finished:
                 try:
@@ -245,8 +243,10 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def _check_not_aborted(self, request_id: str, engine_id: str) -> None:
-        """Raise RequestAbortedError when `abort` was called for a request of which not all was sent."""
+    def _check_wanted(self, request_id: str, engine_id: str) -> None:
+        """Raise what has ended a request of which not all was sent: the loss of the engine, or an abort."""
+        if self._error is not None:
+            raise self._error
         if self._running.get(request_id) != engine_id:
             raise RequestAbortedError(_ABORTED)
 

@@ -382,7 +382,8 @@ def test_an_abort_by_another_task_ends_the_iterator(inputs):
     asyncio.run(scenario())
 
 
-def test_an_abort_while_samples_are_sent_leaves_none_behind(inputs):
+@pytest.mark.parametrize("event", ["lost", "close", "abort"])
+def test_what_happens_while_samples_are_sent_leaves_none_behind(inputs, event):
     async def scenario():
         client = HeldClient()
         async with AsyncLLM(client, inputs) as llm:
@@ -390,11 +391,19 @@ def test_an_abort_while_samples_are_sent_leaves_none_behind(inputs):
             reader = asyncio.create_task(collect_all(llm.generate([1, 2], sampling, "left")))
             await turns(lambda: client.requests)
             assert len(client.requests) < 64
-            await llm.abort("left")
+            if event == "lost":
+                client.give(ReplicaLostError("gone"))
+                await turns(lambda: llm.error is not None)
+            elif event == "close":
+                await llm.close()
+            else:
+                await llm.abort("left")
             async with asyncio.timeout(DEADLINE_S):
-                with pytest.raises(RequestAbortedError):
+                with pytest.raises(ReplicaLostError if event == "lost" else RequestAbortedError):
                     await reader
-            assert {request.request_id for request in client.requests} <= set(client.aborted)
+            assert len(client.requests) < 64
+            if event == "abort":
+                assert {request.request_id for request in client.requests} <= set(client.aborted)
 
     asyncio.run(scenario())
 
