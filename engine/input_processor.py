@@ -34,6 +34,7 @@ Message = Mapping[str, Any]
 
 
 MAX_SALT_CHARACTERS = 1024
+_NO_PROMPT = "the prompt must be text or a list of token ids"
 MAX_PRIORITY = 2**31
 
 
@@ -144,10 +145,13 @@ class InputProcessor:
         Raises InvalidRequestError that names the field at fault.
         """
         if isinstance(prompt, str):
+            _check_text("prompt", prompt)
             # No tokenizer makes fewer tokens than this; text far beyond the context is not worth encoding.
             if len(prompt) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
                 raise prompt_too_long(f"{len(prompt)} characters", self.max_model_len)
             text, prompt_token_ids = prompt, self.tokenizer.encode(prompt)
+        elif not _is_list(prompt):
+            raise InvalidRequestError(_NO_PROMPT, field="prompt")
         else:
             text, prompt_token_ids = None, list(prompt)
             self._check_token_ids(prompt_token_ids)
@@ -191,6 +195,9 @@ class InputProcessor:
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         budget = self.max_model_len - num_prompt_tokens
+        for field, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+            for text in texts:
+                _check_text(field, text)
         self._check_sampling(params)
         if params.bad_words:
             words = tuple(self._spell(word) for word in params.bad_words)
@@ -255,7 +262,7 @@ class InputProcessor:
         # By whole passes: a loop over the ids of a large batch takes longer than its first step.
         for kind in set(map(type, token_ids)):
             if not issubclass(kind, int) or kind is bool:
-                raise InvalidRequestError("the prompt must be text or a list of token ids", field="prompt")
+                raise InvalidRequestError(_NO_PROMPT, field="prompt")
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequestError(
@@ -273,14 +280,43 @@ def prompt_too_long(length: str, max_model_len: int) -> InvalidRequestError:
     )
 
 
+def _check_text(field: str, text: str) -> None:
+    """Refuse half of a pair of UTF-16, which Python takes for a character and no tokenizer does."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"holds {text[error.start]!r}, which is no character"
+        raise InvalidRequestError(f"{field} {problem}", field=field) from None
+
+
 def _check_options(options: RequestOptions) -> None:
-    if not -MAX_PRIORITY <= options.priority < MAX_PRIORITY:
-        raise InvalidRequestError("priority must be a number of 32 bits", field="priority")
+    """Check kinds as well: what an engine core cannot decode it drops, and nobody would hear of it."""
+    priority, dp_rank = options.priority, options.dp_rank
+    if not _is_integer(priority) or not -MAX_PRIORITY <= priority < MAX_PRIORITY:
+        raise InvalidRequestError("priority must be an integer of 32 bits", field="priority")
+    if dp_rank is not None and (not _is_integer(dp_rank) or dp_rank < 0):
+        raise InvalidRequestError("dp_rank must be the number of a replica", field="dp_rank")
+    for field, text in (("cache_salt", options.cache_salt), ("session_id", options.session_id)):
+        if text is not None:
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"{field} must be text", field=field)
+            _check_text(field, text)
     salt = options.cache_salt
     if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARACTERS:
         raise InvalidRequestError(
             f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters", field="cache_salt"
         )
+    timeout_s = options.timeout_s
     # A NaN is in no range.
-    if options.timeout_s is not None and not 0 < options.timeout_s < float("inf"):
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
         raise InvalidRequestError("timeout_s must be a positive number", field="timeout_s")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ Called by: users (`from phalanx import SamplingParams`), the API server, and, de
 Checked where it is built, in the front end: a worker never meets a value that it must refuse.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,8 @@ MAX_STOPS = 1024
 MAX_LISTED_TOKENS = 1024
 """Longest stop_token_ids, logit_bias, and word of bad_words_token_ids."""
 MAX_BAD_WORDS = 1024
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary: what is larger means the same."""
 MIN_TEMPERATURE = 0.01
 """A temperature between 0 and this is raised to it: below, probabilities overflow without being greedy."""
 
@@ -54,13 +57,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            _require(not isinstance(self.choice, str), "structured_outputs.choice", "must be a list of texts")
-            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+            msgspec.structs.force_setattr(self, "choice", _listed("structured_outputs.choice", self.choice, None))
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         _require(len(given) == 1, "structured_outputs", f"must have exactly one form, not {len(given)}")
         (name,) = given
         field = f"structured_outputs.{name}"
         if name == "json_object":
+            _require(isinstance(self.json_object, bool), field, "must be true or false")
             return
         texts = self.choice if self.choice is not None else (getattr(self, name),)
         _require(len(texts) > 0, field, "must not be empty")
@@ -160,23 +163,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, field)) is not None:
                 _check_int(field, value, -1, None)
+        is_form = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        _require(is_form, "structured_outputs", "must be StructuredOutputs")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", MIN_TEMPERATURE)
 
     def _check_distribution(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+        self._set_number("temperature", 0.0, 2.0)
+        self._set_number("top_p", 0.0, 1.0)
         _require(self.top_p > 0.0, "top_p", "must be greater than 0")
         _check_int("top_k", self.top_k, -1, None)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, sys.float_info.max)
+        if self.top_k > MAX_TOP_K:
+            msgspec.structs.force_setattr(self, "top_k", MAX_TOP_K)
+        self._set_number("min_p", 0.0, 1.0)
+        self._set_number("repetition_penalty", 0.0, sys.float_info.max)
         _require(self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._set_number("frequency_penalty", -2.0, 2.0)
+        self._set_number("presence_penalty", -2.0, 2.0)
         _require(isinstance(self.logit_bias, dict), "logit_bias", "must map token ids to numbers")
         _token_ids("logit_bias", self.logit_bias, MAX_LISTED_TOKENS)
-        for value in self.logit_bias.values():
-            _check_number("logit_bias", value, -float("inf"), float("inf"))
+        biases = {
+            token_id: _number("logit_bias", value, -math.inf, math.inf)
+            for token_id, value in self.logit_bias.items()
+        }
+        msgspec.structs.force_setattr(self, "logit_bias", biases)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, None)
             _require(len(allowed) > 0, "allowed_token_ids", "must not be empty")
@@ -187,6 +197,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         words = tuple(_token_ids("bad_words_token_ids", word, MAX_LISTED_TOKENS) for word in words)
         _require(all(words), "bad_words_token_ids", "must hold no empty list")
         msgspec.structs.force_setattr(self, "bad_words_token_ids", words)
+
+    def _set_number(self, field: str, low: float, high: float) -> None:
+        """Have a plain float in a field, whatever kind of number the user gave: that is all that goes over the wire."""
+        value = getattr(self, field)
+        number = _number(field, value, low, high)
+        if type(value) is not float:
+            msgspec.structs.force_setattr(self, field, number)
 
     @property
     def num_samples(self) -> int:
@@ -204,10 +221,14 @@ def _require(condition: bool, field: str, problem: str) -> None:
         raise SamplingParamsError(field, problem)
 
 
-def _check_number(field: str, value: object, low: float, high: float) -> None:
+def _number(field: str, value: Any, low: float, high: float) -> float:
     # A NaN is in no range. True is an int to Python, and to nobody else.
     ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     _require(ok, field, f"must be a number in [{low:g}, {high:g}], not {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:

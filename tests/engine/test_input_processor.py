@@ -58,11 +58,43 @@ def test_a_given_seed_stays(inputs):
         ([1], {"logprobs": 21}, "logprobs"),
         ([1], {"logprobs": -1}, "logprobs"),
         ([1], {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (None, {}, "prompt"),
+        (b"text", {}, "prompt"),
+        ({"prompt": "text"}, {}, "prompt"),
+        # Half of a pair of UTF-16, which Python takes for a character and nobody else does.
+        ("a\ud800", {}, "prompt"),
+        ([1], {"stop": ("a", "\udfff")}, "stop"),
+        ([1], {"bad_words": ("\ud800",)}, "bad_words"),
     ],
 )
 def test_a_request_that_cannot_be_served_names_its_field(inputs, prompt, params, field):
     with pytest.raises(InvalidRequestError) as caught:
         inputs.process("r", prompt, SamplingParams(**params))
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", 1.5),
+        ("priority", True),
+        ("priority", 2**31),
+        ("cache_salt", ""),
+        ("cache_salt", 5),
+        ("cache_salt", "\ud800"),
+        ("timeout_s", "1"),
+        ("timeout_s", float("nan")),
+        ("dp_rank", 1.0),
+        ("dp_rank", "1"),
+        ("dp_rank", -1),
+        ("session_id", 7),
+        ("session_id", "\ud800"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_before_an_engine_core_sees_it(inputs, field, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        inputs.process("r", [1], SamplingParams(), options=RequestOptions(**{field: value}))
 
     assert caught.value.field == field
 

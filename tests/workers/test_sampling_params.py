@@ -3,19 +3,20 @@
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from phalanx.workers.sampling_params import SamplingParams, SamplingParamsError
 
 GOOD = {
-    "temperature": [0, 0.0, 1e-6, 2],
+    "temperature": [0, 0.0, 1e-6, 2, np.float64(0.5)],
     "top_p": [1e-9, 1],
-    "top_k": [-1, 0, 1, 10**9],
+    "top_k": [-1, 0, 1, 10**9, 2**63, 10**30],
     "min_p": [0, 1.0],
-    "repetition_penalty": [1e-300, 1, 1e300],
+    "repetition_penalty": [1e-300, 1, 1e300, 10**300],
     "frequency_penalty": [-2, 2.0],
     "presence_penalty": [-2.0, 2],
-    "logit_bias": [{}, {0: -1e9, 5: math.inf}],
+    "logit_bias": [{}, {0: -1e9, 5: math.inf}, {1: 10**400, 2: -(10**400)}],
     "allowed_token_ids": [None, [3], (1, 2)],
     "bad_words": [[], "one", ["a", "b"]],
     "bad_words_token_ids": [[], [[1], [2, 3]]],
@@ -58,6 +59,7 @@ BAD = {
     "n": [0, 129, True],
     "ignore_eos": [1, None],
     "detokenize": ["yes"],
+    "structured_outputs": ["a", {"regex": "a"}],
 }
 
 
