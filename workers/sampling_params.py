@@ -57,7 +57,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            msgspec.structs.force_setattr(self, "choice", _listed("structured_outputs.choice", self.choice, None))
+            msgspec.structs.force_setattr(
+                self, "choice", _listed("structured_outputs.choice", self.choice, None)
+            )
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         _require(len(given) == 1, "structured_outputs", f"must have exactly one form, not {len(given)}")
         (name,) = given
