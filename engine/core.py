@@ -172,6 +172,7 @@ class EngineCore:
         """Forget requests at once; nothing is answered. Unknown ids are ignored."""
         request_ids = list(request_ids)
         self._scheduler.abort_requests(request_ids)
+        self._compilers.forget(request_ids)
         for request_id in request_ids:
             self._clients.pop(request_id, None)
 
@@ -275,7 +276,9 @@ class EngineCore:
         """End requests whose deadline has passed, and those whose grammar takes too long."""
         deadline_at = self.next_deadline_at
         if deadline_at is not None and (now := self._clock()) >= deadline_at:
-            self._give_others(self._scheduler.expire(now))
+            expired = self._scheduler.expire(now)
+            self._compilers.forget(output.request_id for output in expired)
+            self._give_others(expired)
             self._resolve(self._compilers.give_up_late(now))
 
     def _give(self, outputs: StepOutputs) -> None:

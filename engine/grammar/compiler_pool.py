@@ -1,7 +1,8 @@
 """CompilerPool: grammars are compiled in threads, so that no step waits for one.
 
 Called by: EngineCore, in its main thread. `on_done` is called from a thread of the pool: it wakes the main thread,
-which then takes what is done. A request that ends meanwhile is not told: whoever takes its result drops it.
+which then takes what is done. What waits for a request that ends meanwhile is left out (`forget`); what has begun for
+it is told, and whoever takes it drops it.
 The threads start with the first grammar; a cluster that never sees one has none.
 
 A compilation cannot be interrupted. One that takes too long is given up, and another thread takes the place of
@@ -10,13 +11,13 @@ long in line is answered, too. The threads are daemons: a process that ends does
 
     submit -> WAITING -> RUNNING -> DONE -> take
                  |          |
-                 +----------+-> GIVEN_UP -> give_up_late
+                 +----------+-> GIVEN_UP -> give_up_late, or never told (forget)
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from queue import Empty, SimpleQueue
@@ -107,6 +108,16 @@ class CompilerPool:
         self._open.append(job)
         self._line.put(job)
         self._start_workers()
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Do not begin what nobody waits for any more; what has begun goes on. Unknown ids are ignored."""
+        if not self._open:
+            return
+        unwanted = set(request_ids)
+        with self._lock:
+            for job in self._open:
+                if job.state is _State.WAITING and job.request_id in unwanted:
+                    job.state = _State.GIVEN_UP
 
     def take(self, timeout_s: float = 0.0) -> list[Compiled]:
         """Take all outcomes that are there; wait at most `timeout_s` for the first."""

@@ -2,12 +2,14 @@
 
 import threading
 
+import msgspec
 import pytest
 
 from phalanx.engine.control_calls import carry_out
 from phalanx.engine.core import EngineCore
 from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
 from phalanx.engine.grammar.backend import GrammarError
+from phalanx.engine.grammar.compiler_pool import NUM_THREADS
 from phalanx.engine.messages import FinishReason
 from phalanx.shm.errors import ProcessDiedError, ProcessError
 from phalanx.workers.sampling_params import StructuredOutputs
@@ -282,6 +284,46 @@ def test_a_grammar_that_is_not_compiled_in_time_ends_its_request():
     assert "structured_outputs" in refused.error
     assert core.num_unfinished_requests == 0
     compiler.release.set()
+    core.close(reason="done")
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_the_grammar_of_a_request_that_ended_in_line_is_not_compiled(how):
+    class OneByOneCompiler:
+        def __init__(self):
+            self.began, self.release, self.compiled = threading.Semaphore(0), threading.Event(), []
+
+        def compile(self, spec):
+            self.compiled.append(spec.regex)
+            self.began.release()
+            assert self.release.wait(20)
+            raise GrammarError("no")
+
+    def with_grammar(name, **kwargs):
+        return make_request(name, structured_outputs=StructuredOutputs(regex=name), **kwargs)
+
+    compiler, now = OneByOneCompiler(), [100.0]
+    executor = FakeExecutor()
+    core = EngineCore(
+        make_engine_config(), executor, executor.start(), compiler=compiler, clock=lambda: now[0]
+    )
+    busy = [f"busy{number}" for number in range(NUM_THREADS)]
+    for name in busy:
+        core.add_request(with_grammar(name))
+        assert compiler.began.acquire(timeout=10)
+    core.add_request(msgspec.structs.replace(with_grammar("left"), deadline_at=101.0))
+    core.add_request(with_grammar("last"))
+
+    if how == "abort":
+        core.abort_requests(["left"])
+    else:
+        now[0] = 101.0
+        assert [output.finish_reason for output in core.step()[0].others] == [FinishReason.TIMEOUT]
+    compiler.release.set()
+    while core.num_unfinished_requests:
+        core.take_grammars(10.0)
+
+    assert sorted(compiler.compiled) == sorted([*busy, "last"])
     core.close(reason="done")
 
 

@@ -405,6 +405,28 @@ def test_compilations_without_end_are_given_up_and_hold_up_nobody():
     pool.close()
 
 
+def test_what_nobody_waits_for_any_more_is_not_begun():
+    compiler = StuckCompiler()
+    pool = CompilerPool(compiler, lambda: None, timeout_s=5.0)
+    for number in range(NUM_THREADS):
+        pool.submit(f"busy{number}", 0, StructuredOutputs(regex="stuck"))
+        compiler.began.get(timeout=10)
+    for number in range(3):
+        pool.submit(f"left{number}", 0, StructuredOutputs(regex="stuck"))
+    pool.submit("wanted", 0, StructuredOutputs(regex="fine"))
+
+    pool.forget(["left0", "left1", "left2", "busy0", "unknown"])
+    compiler.release.set()
+
+    outcomes = []
+    while len(outcomes) < NUM_THREADS + 1:
+        outcomes += [one.request_id for one in pool.take(10.0)]
+    assert sorted(outcomes) == ["busy0", "busy1", "wanted"]
+    pool.close()
+    assert compiler.began.empty()
+    assert pool.take() == []
+
+
 def test_when_all_threads_are_stuck_those_in_line_may_come_again_and_the_pool_recovers():
     now = 0.0
     compiler = StuckCompiler()
