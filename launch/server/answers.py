@@ -75,13 +75,13 @@ async def collect(pieces: AsyncIterator[Piece], counter: UsageCounter) -> list[A
 class CompletionForm:
     """How the choices of one prompt are written.
 
-    echo:                 text of the prompt, put in front; empty: it is not
+    echo:                 text of the prompt, put in front; None: it is not
     shows_prompt_logprobs: as a field of its own
     """
 
     job: Job
     codec: TextCodec
-    echo: str = ""
+    echo: str | None = None
     shows_prompt_logprobs: bool = False
 
     @property
@@ -92,7 +92,7 @@ class CompletionForm:
     @property
     def waits_for_prompt(self) -> bool:
         """True when the first thing to be written is what is known of the prompt."""
-        return bool(self.echo) and self.has_logprobs
+        return self.echo is not None and self.has_logprobs
 
     def writer(self) -> "CompletionWriter":
         """Begin one choice."""
@@ -105,17 +105,17 @@ class CompletionWriter:
     def __init__(self, form: CompletionForm) -> None:
         self._form = form
         self._logprobs = CompletionLogprobsWriter(
-            offset=0 if form.waits_for_prompt else len(form.echo),
+            offset=0 if form.waits_for_prompt else len(form.echo or ""),
             skips_special_tokens=form.job.params.skip_special_tokens,
         )
 
     def write_echo(self, index: int, positions: Sequence[PositionLogprobs | None] | None) -> CompletionChoice:
         """Write the prompt. positions: what is known of it, when that is wanted."""
-        logprobs = None
+        logprobs, echo = None, self._form.echo or ""
         if positions is not None and self._form.waits_for_prompt:
             first = self._form.job.prompt_token_ids[0]
-            logprobs = self._logprobs.write_prompt(positions, first, self._form.codec, echo=self._form.echo)
-        return CompletionChoice(index=index, text=self._form.echo, logprobs=logprobs)
+            logprobs = self._logprobs.write_prompt(positions, first, self._form.codec, echo=echo)
+        return CompletionChoice(index=index, text=echo, logprobs=logprobs)
 
     def write(self, positions: Sequence[PositionLogprobs] | None) -> CompletionLogprobs | None:
         """Write what is known of the next tokens."""

@@ -100,19 +100,36 @@ class CompletionLogprobsWriter:
     ) -> CompletionLogprobs:
         """Take an echoed prompt, whose text is `echo`. Nothing is known of its first token but its text."""
         first = codec.decode([first_token_id], skip_special_tokens=False)
-        shown = first if not self._skips_special_tokens else codec.decode([first_token_id])
-        self._offset = len(shown)
-        rest = self.write([position for position in positions if position is not None])
+        is_special = first != "" and codec.decode([first_token_id]) == ""
+        known = [position for position in positions if position is not None]
+        offsets, end = [0], _length_in(echo, 0, first, is_special=is_special)
+        for own in map(_own, known):
+            offsets.append(min(end, len(echo)))
+            end += _length_in(echo, end, own.text, is_special=own.is_special)
+        rest = self.write(known)
         self._offset = len(echo)
         return CompletionLogprobs(
             tokens=[first, *rest.tokens],
             token_logprobs=[None, *rest.token_logprobs],
             top_logprobs=[None, *rest.top_logprobs],
-            text_offset=[0, *rest.text_offset],
+            text_offset=offsets,
         )
 
     def _is_skipped(self, own: Logprob) -> bool:
         return own.is_special and self._skips_special_tokens
+
+
+def _length_in(echo: str, offset: int, text: str, *, is_special: bool) -> int:
+    """Characters of a prompt, as its client wrote it, that the token at `offset` stands for.
+
+    A tokenizer adds special tokens at the ends, and spaces where words begin: those are not in it.
+    """
+    if echo.startswith(text, offset):
+        return len(text)
+    if is_special:
+        return 0
+    has_space_added = text.startswith(" ") and echo.startswith(text[1:], offset)
+    return len(text) - has_space_added
 
 
 def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

@@ -24,10 +24,10 @@ THREAD_SIZE = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPrompt:
-    """A prompt that has its place in the context. echo: its text, when the client wants it back."""
+    """A prompt that has its place in the context. echo: its text, when the client wants it back; else None."""
 
     token_ids: list[int]
-    echo: str = ""
+    echo: str | None = None
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:
@@ -68,7 +68,7 @@ async def fit_prompts(
             else:
                 ids = prompt
             ids = fit(service, ids, body, params)
-            echo = ""
+            echo = None
             if body.echo:
                 is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
                 echo = prompt if is_whole and isinstance(prompt, str) else service.codec.decode(ids)

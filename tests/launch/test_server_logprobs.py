@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from phalanx.launch.server.app import create_app
 from phalanx.launch.server.logprobs import CompletionLogprobsWriter, chat_logprobs
 from phalanx.launch.server.service import Service
 from phalanx.workers.logprobs import pack_table
-from support.server import ANSWER, FakeEngine, make_service
+from support.server import ANSWER, FakeEngine, LetterCodec, make_service
 from support.tokenizers import build_byte_level, build_metaspace
 
 COMPLETION = {"model": "tiny", "prompt": "Say", "max_tokens": 20}
@@ -67,6 +68,35 @@ def test_an_echoed_prompt_is_told_of_first_whole_and_streamed(n: int) -> None:
         assert "".join(chunk.text for chunk in own) == choice.text
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             parts = [entry for chunk in own for entry in getattr(chunk.logprobs, name)]
+            assert parts == getattr(logprobs, name)
+
+
+class SpecialCodec(LetterCodec):
+    """Token 1 is special."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "<s>"
+        return "".join(special if token_id == 1 else chr(token_id) for token_id in token_ids)
+
+
+@pytest.mark.parametrize("max_tokens", [20, 0])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echoed_prompt_without_any_text_is_told_of_as_well(n: int, max_tokens: int) -> None:
+    body = {**COMPLETION, "logprobs": 1, "echo": True, "n": n, "prompt": [1], "max_tokens": max_tokens}
+    service = make_service(codec=SpecialCodec())
+    whole = run("completions", body, service).choices
+    chunks = run("completions", {**body, "stream": True}, service)
+
+    text = ANSWER if max_tokens else ""
+    for choice in whole:
+        logprobs = choice.logprobs
+        assert choice.text == text
+        assert logprobs.tokens == ["<s>", *text]
+        assert logprobs.token_logprobs == [None, *[-1.0] * len(text)]
+        assert logprobs.text_offset == [0, *range(len(text))]
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts = [entry for chunk in own if chunk.logprobs for entry in getattr(chunk.logprobs, name)]
             assert parts == getattr(logprobs, name)
 
 
@@ -178,6 +208,33 @@ def test_the_space_before_the_first_word_has_no_place_in_an_echoed_prompt(tmp_pa
         assert echo[offset:].startswith(token)
     assert prompt.text_offset[:2] == [0, 0]
     assert writer.write([{9: entry(-1.0, "es", b"es")}]).text_offset == [len(echo)]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize(
+    "prompt", ["Hello world", "</s>Hello", "a </s> b</s></s>c", " two  spaces ", "ü first, 你好", "</s>"]
+)
+@pytest.mark.parametrize("build", [build_metaspace, build_byte_level])
+def test_the_tokens_of_an_echoed_prompt_divide_its_text_among_them(
+    build: Any, prompt: str, as_ids: bool, skips: bool, tmp_path: Path
+) -> None:
+    codec = load_tokenizer(build(tmp_path))
+    if build is build_byte_level:
+        prompt = prompt.replace("</s>", "<|im_end|>")
+    token_ids = codec.encode(prompt)
+    echo = codec.decode(token_ids) if as_ids else prompt
+    positions = tell(codec, token_ids[:1], token_ids[1:], skips_special_tokens=skips)
+    writer = CompletionLogprobsWriter(skips_special_tokens=skips)
+
+    written = writer.write_prompt([None, *positions], token_ids[0], codec, echo=echo)
+
+    ends = [*written.text_offset[1:], len(echo)]
+    specials = [codec.id_to_token(token_id) for token_id in codec.special_ids]
+    for token, start, end in zip(written.tokens, written.text_offset, ends, strict=True):
+        # A space that the tokenizer has put in front, and special tokens that are not in the text, have no part of it.
+        assert echo[start:end] in (token, token.removeprefix(" "), "" if token in specials else token)
+    assert written.text_offset[0] == 0
 
 
 @pytest.mark.parametrize("skips", [True, False])
