@@ -74,6 +74,28 @@ def normalise(text: str) -> str:
 # Answers
 
 
+def test_requests_are_told_apart_whatever_id_their_clients_give_them() -> None:
+    class Recording(FakeEngine):
+        async def generate(self, *arguments: Any, **named: Any) -> Any:
+            request_ids.append(arguments[2])
+            async for output in FakeEngine.generate(self, *arguments, **named):
+                yield output
+
+    request_ids: list[str] = []
+
+    async def twice(client: httpx.AsyncClient) -> list[httpx.Response]:
+        headers = {"X-Request-Id": "same"}
+        bodies = [{**COMPLETION, "prompt": prompt, "echo": True} for prompt in ("a", "b")]
+        return await asyncio.gather(
+            *[client.post("/v1/completions", json=body, headers=headers) for body in bodies]
+        )
+
+    answers = [answer.json() for answer in serve(make_service(Recording()), twice)]
+
+    assert [answer["choices"][0]["text"] for answer in answers] == ["a" + ANSWER, "b" + ANSWER]
+    assert len({answer["id"] for answer in answers}) == len(set(request_ids)) == 2
+
+
 def test_a_completion_holds_text_usage_and_reason() -> None:
     answer = with_openai(make_service(), lambda client: client.completions.create(**COMPLETION))
 
