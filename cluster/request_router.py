@@ -52,6 +52,7 @@ class RequestRouter:
         board: FrontEndBoard | None = None,
     ) -> None:
         self._options = options
+        self._incarnation = incarnation
         self._board = board or FrontEndBoard.alone()
         self._book = LoadBook(client_index=client_index, incarnation=incarnation)
         self._index = PrefixIndex()
@@ -119,7 +120,10 @@ class RequestRouter:
         self.num_by_reason[decision.reason] += 1
         self._tell_others(decision.dp_rank)
         sent = msgspec.structs.replace(
-            request, number=number, num_expected_cached_tokens=decision.num_cached_tokens
+            request,
+            number=number,
+            incarnation=self._incarnation,
+            num_expected_cached_tokens=decision.num_cached_tokens,
         )
         return sent, decision
 

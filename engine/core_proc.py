@@ -246,8 +246,10 @@ class EngineCoreLoop:
         self._has_changed = True
         match item:
             case EngineCoreRequest():
-                self._core.add_request(item)
-                self._admitted[item.client_index] = max(item.number, self._admitted.get(item.client_index, 0))
+                if item.incarnation >= self._incarnations.get(item.client_index, 0):
+                    self._core.add_request(item)
+                    number = max(item.number, self._admitted.get(item.client_index, 0))
+                    self._admitted[item.client_index] = number
             case AbortRequests():
                 self._core.abort_requests(item.request_ids)
             case ClientHello():
@@ -301,8 +303,11 @@ class EngineCoreLoop:
 
     def _lose(self, gone: FrontEndGone) -> None:
         """Compute nothing more for a front end that has ended. Its next incarnation may have said hello already."""
-        if self._incarnations.get(gone.client_index) == gone.incarnation:
+        if self._incarnations.get(gone.client_index, 0) <= gone.incarnation:
+            # What it has sent, and is still on its way, is for nobody.
+            self._incarnations[gone.client_index] = gone.incarnation + 1
             self._followers.discard(gone.client_index)
+            self._admitted.pop(gone.client_index, None)
             num_aborted = self._core.abort_client(gone.client_index)
             self._output.put(ClientLost(gone.client_index))
             log.info("front end gone client_index=%d aborted=%d", gone.client_index, num_aborted)

@@ -32,7 +32,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """One request for one engine core, checked and tokenised by the front end.
 
     request_id:       never used a second time for another request, by any front end
-    client_index:     which front end gets the output
+    client_index, incarnation: which front end gets the output; of one that is gone nothing more is taken
     sampling_params:  with max_tokens filled in
     eos_token_ids:    the model's end-of-sequence tokens
     seed:             of the sampling noise; always set
@@ -73,6 +73,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     session_id: str | None = None
     vocab_limit: int | None = None
     caller_id: str | None = None
+    incarnation: int = 0
 
     @property
     def known_as(self) -> str:

@@ -1,14 +1,22 @@
 """The loop of an engine core in this thread: what comes in while a step is under way."""
 
+from collections.abc import Callable
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 
 from phalanx.engine.core import EngineCore
-from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone
+from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, FrontEndGone
 from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput, Inbox, StopRequested
 from phalanx.engine.core_proc import EngineCoreLoop
-from phalanx.engine.messages import FinishReason
+from phalanx.engine.messages import (
+    AdmittedMark,
+    ClientHello,
+    EngineCoreRequest,
+    EngineStats,
+    FinishReason,
+)
 from phalanx.workers.messages import ModelRunnerOutput, SchedulerOutput
 from support.engine import make_engine_config, make_request
 from support.engine_children import FakeExecutor, FakeStep
@@ -43,15 +51,19 @@ class InterruptedExecutor(FakeExecutor):
 
 
 class KeptOutput(CoreOutput):
-    """Keeps what would be sent."""
+    """Keeps what would be sent. on_report: told of each report"""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, on_report: Callable[[EngineStats], None] = lambda stats: None) -> None:
         super().__init__(None, inbox)
         self.kept: list[ClientOutputs] = []
+        self.on_report = on_report
 
     def put(self, item: object) -> None:
-        if isinstance(item, ClientOutputs):
-            self.kept.append(item)
+        match item:
+            case ClientOutputs():
+                self.kept.append(item)
+            case EngineStats():
+                self.on_report(item)
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
@@ -86,3 +98,44 @@ def test_what_the_parent_asks_while_a_step_is_under_way_is_done_after_it(
     assert core.num_unfinished_requests == 0
     # The token of the step that was under way was made before, and is not lost.
     assert len([token for one in said for token in one.new_token_ids]) >= 3
+
+
+@pytest.mark.parametrize("order", ["gone first", "hello first", "gone unseen"])
+def test_what_a_front_end_has_sent_before_its_death_and_comes_after_it_is_for_nobody(order: str) -> None:
+    inbox: Inbox = SimpleQueue()
+    executor = FakeExecutor()
+    core = EngineCore(make_engine_config(), executor, executor.start())
+    marks: list[AdmittedMark] = []
+
+    def stop_when_all_is_reported(stats: EngineStats) -> None:
+        if inbox.empty() and stats.num_output_tokens_total and not core.num_unfinished_requests:
+            marks.extend(stats.admitted)
+            inbox.put(StopRequested())
+
+    output = KeptOutput(inbox, stop_when_all_is_reported)
+    loop = EngineCoreLoop(core, inbox, CoreInput("ipc:///nowhere", inbox), output, dp_rank=0, epoch=0)
+
+    def hello(incarnation: int) -> ClientHello:
+        return ClientHello(client_index=4, incarnation=incarnation, output_address="ipc:///nowhere/either")
+
+    def request(name: str, incarnation: int, number: int) -> EngineCoreRequest:
+        made = make_request(name, client_index=4, max_tokens=2)
+        return msgspec.structs.replace(made, incarnation=incarnation, number=number)
+
+    gone = FrontEndGone(client_index=4, incarnation=0)
+    late = request("late", 0, 5000)
+    match order:
+        case "gone first":
+            items = [hello(0), request("early", 0, 4999), gone, late, hello(1)]
+        case "hello first":
+            items = [hello(0), gone, hello(1), late]
+        case _:
+            items = [gone, hello(0), late, hello(1)]
+    for item in [*items, request("new", 1, 1)]:
+        inbox.put(item)
+
+    loop.run()
+
+    said = [one for item in output.kept for one in write_out(item.outputs.outputs)]
+    assert {one.request_id for one in said} == {"new"}
+    assert [(mark.incarnation, mark.number) for mark in marks] == [(1, 1)]

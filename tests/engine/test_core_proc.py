@@ -224,7 +224,7 @@ def test_reports_name_the_last_request_of_each_front_end_that_they_count(start):
         async with connect(process, client_index=2, incarnation=5) as sockets:
             for number in (4, 9):
                 request = make_request(f"r{number}", client_index=2, num_prompt_tokens=9, max_tokens=3)
-                sockets.send(3, msgspec.structs.replace(request, number=number))
+                sockets.send(3, msgspec.structs.replace(request, number=number, incarnation=5))
             await receive_until_finished(sockets, ["r4", "r9"])
 
     asyncio.run(scenario())
@@ -244,7 +244,7 @@ def test_a_restarted_front_end_leaves_nothing_of_its_earlier_life(start):
                 old.send(3, make_request(f"old{i}", num_prompt_tokens=4, max_tokens=200))
             await old.recv()
         async with connect(process, incarnation=1) as new:
-            new.send(3, make_request("new", max_tokens=2))
+            new.send(3, msgspec.structs.replace(make_request("new", max_tokens=2), incarnation=1))
             async with asyncio.timeout(DEADLINE_S):
                 message = await new.recv()
             assert [output.request_id for output in message.outputs.others] == ["new"]
@@ -271,7 +271,7 @@ def test_what_a_front_end_that_died_has_asked_is_dropped_at_once(start):
 
     async def scenario():
         async with connect(process, client_index=2, incarnation=4) as sockets, connect(process) as other:
-            sockets.send(3, make_request("a", client_index=2))
+            sockets.send(3, msgspec.structs.replace(make_request("a", client_index=2), incarnation=4))
             other.send(3, make_request("b"))
             await asyncio.to_thread(wait_for_requests, 2)
             tell_gone(3)
