@@ -6,6 +6,7 @@ on every rank, bit by bit, because it is computed from the same gathered numbers
 When a peer dies: as the group says (tp_group.py).
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from .tp_group import TensorParallelGroup
 
 ALIGNMENT = 64
 """Ranges begin at multiples of this: no word of a grammar's mask and no four ids of the noise are ever split."""
+_MIN_PART, _MAX_PART = 64, 256
+"""Columns of which the largest is found first, where the whole can be cut so; both are powers of two."""
 
 
 class VocabColumns(Protocol):
@@ -77,11 +80,24 @@ def max_of(columns: VocabColumns, part: torch.Tensor) -> torch.Tensor:
 def first_argmax(x: torch.Tensor) -> torch.Tensor:
     """Index of the largest value of each row, the lowest index on ties. x: [rows, n]; returns [rows] int64."""
     if x.device.type == "cpu":
-        return x.argmax(dim=-1)
+        width = math.gcd(x.shape[-1], _MAX_PART)
+        return _argmax_by_parts(x, width) if width >= _MIN_PART else x.argmax(dim=-1)
     # argmax leaves open which of several equal values it returns on a GPU.
     index = torch.arange(x.shape[-1], device=x.device)
     is_best = x == x.amax(dim=-1, keepdim=True)
     return torch.where(is_best, index, x.shape[-1] - 1).amin(dim=-1)
+
+
+def _argmax_by_parts(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Look for the best part of each row, then in it: a NaN is the largest, and the first of equals wins, as always.
+
+    torch looks for a maximum several numbers at a time, but for its place one by one: eight times as slow for 8 rows
+    of 49152.
+    """
+    parts = x.unflatten(-1, (-1, width))
+    best = parts.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    in_best = parts.gather(1, best.unsqueeze(-1).expand(-1, -1, width)).squeeze(1)
+    return best.squeeze(-1) * width + in_best.argmax(dim=-1)
 
 
 def best_of(columns: VocabColumns, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
