@@ -71,12 +71,12 @@ class FrontEnds:
         if self._blamed:
             self._send(role, BlamedRequests(fingerprints=list(self._blamed)))
 
-    def gone(self, role: str) -> None:
-        """The process of a front end has ended. Call it when Supervision knows."""
+    def gone(self, role: str, epoch: int) -> None:
+        """The process of a front end has ended. Call it when Supervision knows. epoch: of that process"""
         self._applied.pop(role, None)
         # Nobody shall wait for its trials, count its requests twice, or leave connections to it.
         self._table.clear(client_index_of(role))
-        word = FrontEndGone(client_index=client_index_of(role), incarnation=self._supervision.epoch(role))
+        word = FrontEndGone(client_index=client_index_of(role), incarnation=epoch)
         for core in self._roles(ChildKind.ENGINE_CORE, ChildState.READY):
             self._send(core, word)
 

@@ -264,7 +264,7 @@ class Supervisor:
         self.handle(event)
         if dp_rank is None:
             if kind_of(event.role) is ChildKind.API_SERVER:
-                self._front_ends.gone(event.role)
+                self._front_ends.gone(event.role, epoch)
                 self._conductor.applied(self._front_ends.applied_by_all)
             return
         if event.role not in self._supervision.roles:

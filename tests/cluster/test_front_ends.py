@@ -74,10 +74,11 @@ class Cluster:
 
     def die(self, role: str) -> None:
         self.children[role].is_alive = False
+        epoch = self.supervision.epoch(role)
         self.supervision.handle(
             ChildExited(role=role, problem="it died", exitcode=-9, is_config_error=False, at=1.0)
         )
-        self.front_ends.gone(role)
+        self.front_ends.gone(role, epoch)
 
     def start_again(self, role: str) -> None:
         self.supervision.handle(Tick(at=10.0))
