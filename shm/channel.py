@@ -58,15 +58,21 @@ class Sender:
         Raises ProtocolError when the message cannot be encoded, else as `RingWriter.write`. A frame above the limit
         of the ring may take the readers longer; MessageTooLargeError when it is above the limit for those, too.
         """
-        pieces = self._encoder.encode(kind, call_id, message, buffers)
+        pieces: Sequence[bytes | memoryview]
         try:
-            self.ring.write(*pieces, deadline_at=deadline_at)
+            if buffers:
+                pieces = self._encoder.encode(kind, call_id, message, buffers)
+                self.ring.write(*pieces, deadline_at=deadline_at)
+            else:
+                record = self._encoder.encode_message(kind, call_id, message)
+                pieces = (record,)
+                self.ring.write_bytes(record, deadline_at)
         except MessageTooLargeError as error:
             if self._oversize is None:
                 raise
             ticket = self._oversize.wait_room(error.num_bytes, deadline_at)
-            (record,) = self._encoder.encode(FrameKind.TICKET, call_id, ticket)
-            self._oversize.send(ticket, bytes(record), pieces, deadline_at)
+            record = self._encoder.encode_message(FrameKind.TICKET, call_id, ticket)
+            self._oversize.send(ticket, record, pieces, deadline_at)
 
     def close(self) -> None:
         """Close the ring's writing end; waits shortly for readers of what went beside it. Idempotent."""
@@ -80,7 +86,7 @@ class Receiver(Generic[T]):
 
     def __init__(self, ring: RingReader, types: Mapping[FrameKind, Any]) -> None:
         self.ring = ring
-        self._decoder = FrameDecoder[Any]({**types, FrameKind.TICKET: Ticket})
+        self._decode = FrameDecoder[Any]({**types, FrameKind.TICKET: Ticket}).decode
         self._payload_decoder = FrameDecoder[T](types)
         self._oversize = OversizeReceiver(ring)
         # One for all: a channel gives one frame at a time.
@@ -96,6 +102,25 @@ class Receiver(Generic[T]):
         self._receiving._deadline_at = deadline_at
         return self._receiving
 
+    def take(self, *, deadline_at: float | None = None) -> Frame[T]:
+        """Return the next frame, without its buffers. Blocks and raises as `receive`."""
+        ring = self.ring
+        start, end = ring.locate(deadline_at)
+        try:
+            frame: Frame[Any] = self._decode(ring.data, start, end, has_buffers=False)
+        except ProtocolError:
+            ring.release()
+            raise
+        except BaseException:
+            ring.put_back()
+            raise
+        if isinstance(frame.message, Ticket):
+            ring.put_back()
+            with self.receive(deadline_at=deadline_at) as frame:
+                return Frame(frame.epoch, frame.call_id, frame.rank, frame.kind, frame.message, ())
+        ring.release()
+        return frame
+
     def close(self) -> None:
         """Close the ring's reading end. Idempotent."""
         self._oversize.close()
@@ -105,20 +130,21 @@ class Receiver(Generic[T]):
 class Receiving(Generic[T]):
     """The receipt of one frame in a `with` block. Used by `Receiver.receive`."""
 
-    __slots__ = ("_buffers", "_deadline_at", "_decode", "_payload", "_receiver", "_ring")
+    __slots__ = ("_buffers", "_data", "_deadline_at", "_decode", "_payload", "_receiver", "_ring")
 
     def __init__(self, receiver: Receiver[T]) -> None:
         self._receiver = receiver
         self._ring = receiver.ring
-        self._decode = receiver._decoder.decode
+        self._data = receiver.ring.data
+        self._decode = receiver._decode
         self._deadline_at: float | None = None
         self._payload: memoryview | None = None
         self._buffers: tuple[memoryview, ...] = ()
 
     def __enter__(self) -> Frame[T]:
-        view = self._ring.acquire(deadline_at=self._deadline_at)
+        start, end = self._ring.locate(self._deadline_at)
         try:
-            frame: Frame[T] = self._decode(view)
+            frame: Frame[T] = self._decode(self._data, start, end)
             if isinstance(frame.message, Ticket):
                 frame = self._take_payload(frame.message)
         except ProtocolError:
@@ -133,10 +159,9 @@ class Receiving(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._buffers:
-            for buffer in self._buffers:
-                buffer.release()
-            self._buffers = ()
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers = ()
         if self._payload is None:
             self._ring.release()
         else:
@@ -164,7 +189,7 @@ class CallSequence:
     def accept(self, header: FrameHeader) -> None:
         """Count one request. Raises ProtocolError when it must not come now."""
         if header.kind is not FrameKind.REQUEST or header.epoch != self._epoch:
-            raise ProtocolError(f"{header} came in epoch {self._epoch}")
+            raise ProtocolError(f"a {header.kind.name} of epoch {header.epoch} came in epoch {self._epoch}")
         if header.call_id != self._next_call_id:
             raise ProtocolError(f"call {header.call_id} came when call {self._next_call_id} was due")
         self._next_call_id += 1

@@ -9,7 +9,7 @@ Invariant: what does not decode raises ProtocolError, whatever the bytes are; no
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -59,10 +59,9 @@ class FrameHeader(msgspec.Struct, frozen=True, gc=False):
     kind: FrameKind
 
 
-class Frame(msgspec.Struct, Generic[T], frozen=True):
+class Frame(FrameHeader, Generic[T], frozen=True, gc=False):
     """A decoded frame. `buffers` are views into the ring, valid only until the read ends."""
 
-    header: FrameHeader
     message: T
     buffers: tuple[memoryview, ...]
 
@@ -82,15 +81,7 @@ class FrameEncoder:
 
         Raises ProtocolError for a message that msgpack cannot carry, or too many buffers.
         """
-        try:
-            body = self._encode(message)
-            piece = _pack_header(self._epoch, call_id, self._rank, kind, len(buffers), len(body)) + body
-        except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
-            if len(buffers) > MAX_BUFFERS:
-                raise ProtocolError(
-                    f"{len(buffers)} buffers in a frame; at most {MAX_BUFFERS} are allowed"
-                ) from error
-            raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+        piece = self._encode_head(kind, call_id, message, len(buffers))
         if not buffers:
             return [piece]
         pieces: list[bytes | memoryview] = []
@@ -103,6 +94,22 @@ class FrameEncoder:
             position = num_bytes
         return pieces
 
+    def encode_message(self, kind: FrameKind, call_id: int, message: object) -> bytes:
+        """Return a frame without buffers. Raises as `encode`."""
+        return self._encode_head(kind, call_id, message, 0)
+
+    def _encode_head(self, kind: FrameKind, call_id: int, message: object, num_buffers: int) -> bytes:
+        """Return the header and the body."""
+        try:
+            body = self._encode(message)
+            return _pack_header(self._epoch, call_id, self._rank, kind, num_buffers, len(body)) + body
+        except (TypeError, ValueError, OverflowError, struct.error, msgspec.MsgspecError) as error:
+            if num_buffers > MAX_BUFFERS:
+                raise ProtocolError(
+                    f"{num_buffers} buffers in a frame; at most {MAX_BUFFERS} are allowed"
+                ) from error
+            raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+
 
 class FrameDecoder(Generic[T]):
     """Decodes frames whose body's type depends on their kind. One thread.
@@ -111,40 +118,53 @@ class FrameDecoder(Generic[T]):
     """
 
     def __init__(self, types: Mapping[FrameKind, Any]) -> None:
-        self._decoders: dict[int, tuple[FrameKind, msgspec.msgpack.Decoder[T]]] = {
-            int(kind): (kind, msgspec.msgpack.Decoder(body_type)) for kind, body_type in types.items()
+        self._decoders: dict[int, tuple[FrameKind, Callable[[memoryview], T]]] = {
+            int(kind): (kind, msgspec.msgpack.Decoder(body_type).decode) for kind, body_type in types.items()
         }
 
-    def decode(self, view: memoryview) -> Frame[T]:
-        """Decode one frame. Raises ProtocolError when it is not one."""
+    def decode(
+        self, data: memoryview, start: int = 0, end: int | None = None, *, has_buffers: bool = True
+    ) -> Frame[T]:
+        """Decode the frame that stands in `data` from `start` up to `end` (None: up to the end of `data`).
+
+        has_buffers: False: what stands beside the message is not looked at, and the frame has no buffers
+        Raises ProtocolError when it is not a frame.
+        """
+        if end is None:
+            end = data.nbytes
         try:
-            epoch, call_id, rank, number, num_buffers, body_bytes = _unpack_header(view)
-            end = _HEADER_BYTES + body_bytes
-            if end > view.nbytes:
-                raise ProtocolError(f"a body of {body_bytes} bytes in a frame of {view.nbytes}")
+            epoch, call_id, rank, number, num_buffers, body_bytes = _unpack_header(data, start)
+            body_start = start + _HEADER_BYTES
+            body_end = body_start + body_bytes
+            if body_end > end:
+                raise ProtocolError(f"a body of {body_bytes} bytes in a frame of {end - start}")
             known = self._decoders.get(number)
             if known is None:
                 raise ProtocolError(f"a frame of kind {FrameKind(number).name} must not come here")
-            kind, decoder = known
-            message = decoder.decode(view[_HEADER_BYTES:end])
-            buffers = self._buffers(view, end, num_buffers) if num_buffers else ()
+            kind, decode_body = known
+            message = decode_body(data[body_start:body_end])
+            buffers = (
+                _cut_buffers(data, start, body_end, end, num_buffers) if num_buffers and has_buffers else ()
+            )
         except ProtocolError:
             raise
         # A message's own checks (`__post_init__`) raise errors of this project.
         except (struct.error, ValueError, TypeError, msgspec.MsgspecError, ServingError) as error:
-            raise ProtocolError(f"a frame of {view.nbytes} bytes does not decode: {error}") from error
-        # By position: names would double what it costs to make the two.
-        return Frame(FrameHeader(epoch, call_id, rank, kind), message, buffers)
+            raise ProtocolError(f"a frame of {end - start} bytes does not decode: {error}") from error
+        # By position: names would double what it costs to make one.
+        return Frame(epoch, call_id, rank, kind, message, buffers)
 
-    def _buffers(self, view: memoryview, end: int, num_buffers: int) -> tuple[memoryview, ...]:
-        """Cut the buffers from what stands behind the body, which goes up to `end`."""
-        buffers = []
-        for _ in range(num_buffers):
-            length_at = end + -end % _ALIGNMENT
-            (num_bytes,) = _unpack_length(view, length_at)
-            start = length_at + _LENGTH_BYTES
-            end = start + num_bytes
-            if end > view.nbytes:
-                raise ProtocolError(f"a buffer of {num_bytes} bytes in a frame of {view.nbytes}")
-            buffers.append(view[start:end])
-        return tuple(buffers)
+
+def _cut_buffers(
+    data: memoryview, start: int, position: int, end: int, num_buffers: int
+) -> tuple[memoryview, ...]:
+    """Cut the buffers of the frame from `start` to `end` from what stands behind its body, from `position` on."""
+    buffers = []
+    for _ in range(num_buffers):
+        first = position + (start - position) % _ALIGNMENT + _LENGTH_BYTES
+        (num_bytes,) = _unpack_length(data, first - _LENGTH_BYTES)
+        position = first + num_bytes
+        if position > end:
+            raise ProtocolError(f"a buffer of {num_bytes} bytes in a frame of {end - start}")
+        buffers.append(data[first:position])
+    return tuple(buffers)

@@ -59,8 +59,21 @@ _RELEASE = 3
 _U32_MASK = 0xFFFF_FFFF
 
 
+class Cells(Protocol):
+    """Words as a sequence: `cells[i]` is a load and `cells[i] = v` a store, as `Words.load` and `Words.store`."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
 class Words(Protocol):
     """A row of unsigned 8-byte words, addressed by index. After `close` every access raises ValueError."""
+
+    @property
+    def cells(self) -> Cells:
+        """The words for who accesses them often: half the cost of a call."""
+        ...
 
     def load(self, index: int) -> int:
         """Read word `index`; what its writer wrote before it can be seen afterwards (acquire)."""
@@ -85,6 +98,7 @@ class NativeWords:
     def __init__(self, buffer: memoryview) -> None:
         self._address = _address_of(buffer)
         self._words = buffer.cast("Q")
+        self.cells: Cells = self._words
         # The view's own methods: a method around each would cost as much again as the access.
         self.load: Callable[[int], int] = self._words.__getitem__
         self.store: Callable[[int, int], None] = self._words.__setitem__
@@ -120,6 +134,13 @@ class AtomicWords:
 
     def store(self, index: int, value: int) -> None:
         self._store(self.address(index), value, _RELEASE)
+
+    __getitem__ = load
+    __setitem__ = store
+
+    @property
+    def cells(self) -> Cells:
+        return self
 
     def address(self, index: int) -> int:
         if not 0 <= index < self._num_words:

@@ -1,7 +1,8 @@
 """What the two ends of a ring share: the mapped lines, making a cursor known, and the wait for the other side's.
 
-Called by: ring_buffer.py; one thread per end. Whoever publishes (a writer a record, a reader the room that it gives
-back) does the same two steps, and whoever waits the same two, so that one argument covers both directions.
+Called by: ring_writer.py and ring_reader.py; one thread per end. Whoever publishes (a writer a record, a reader the
+room that it gives back) does the same two steps, and whoever waits the same two, so that one argument covers both
+directions.
 
   publish                              wait
     1  store word    (release)           4  raise the own flag
@@ -30,13 +31,13 @@ before can still be read.
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from .errors import ProtocolError, QueueClosedError, TransportError
-from .ordering import CACHE_LINE_BYTES, Futex, Membarrier, NativeWords, Words, map_words
+from .ordering import CACHE_LINE_BYTES, Futex, Membarrier, NativeWords, map_words
 from .ring_layout import (
     CLOSED,
     CURSOR_MASK,
@@ -65,26 +66,64 @@ _SHORT_SLEEP_S = 60e-6
 """What a sleep and a wake-up cost on a small virtual machine: who slept for less had better looked on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingStats:
+    """One end of a ring at one moment.
+
+    num_records, num_bytes: written or read by this end, headers and padding not counted
+    num_waits:              how often this end slept
+    used_bytes:             written and not yet released by the slowest reader (writer) or this one (reader)
+    """
+
+    capacity: int
+    num_readers: int
+    num_records: int
+    num_bytes: int
+    num_waits: int
+    used_bytes: int
+
+
 def always_alive() -> bool:
     """Say that the peer lives; for who learns of its death in another way."""
     return True
-
-
-def _any_flag(flags: Words, indices: Sequence[int]) -> Callable[[], int]:
-    """Return the question whether any of `flags` is up."""
-    if len(indices) == 1:
-        return partial(flags.load, indices[0])
-    return lambda: any(map(flags.load, indices))
 
 
 class RingEnd:
     """One end of a ring. Owns the segment.
 
     reader: index of this reader, or None for the writer
+    data:   the memory of the records; a reader may not write it
 
     Raises ProtocolError for a segment without a ring, TransportError where this process may not do what the ring's
     maker can (barriers for all).
     """
+
+    # More attributes than an instance's dict is quick with.
+    __slots__ = (
+        "_cells",
+        "_cursor",
+        "_flag_words",
+        "_flags",
+        "_futex",
+        "_headers",
+        "_is_closed",
+        "_is_peer_alive",
+        "_membarrier",
+        "_num_bytes",
+        "_num_records",
+        "_num_waits",
+        "_others_flags",
+        "_own",
+        "_own_flag",
+        "_segment",
+        "_spin_rounds",
+        "_wake",
+        "_words",
+        "capacity",
+        "data",
+        "max_record_bytes",
+        "num_readers",
+    )
 
     def __init__(self, segment: SharedSegment, reader: int | None, is_peer_alive: Callable[[], bool]) -> None:
         head = map_words(segment.buffer[:CACHE_LINE_BYTES])
@@ -101,26 +140,23 @@ class RingEnd:
         num_line_bytes = lines_bytes(self.num_readers)
         self.max_record_bytes = max_record_bytes(self.capacity)
         self._segment = segment
-        self._words: Words = map_words(segment.buffer[:num_line_bytes])
-        # Bound once: an attribute and a method are a third of what a load costs.
-        self._load = self._words.load
-        self._store = self._words.store
-        self._data = segment.buffer[num_line_bytes:]
-        self._headers = self._data.cast("Q")
+        self._words = map_words(segment.buffer[:num_line_bytes])
+        self._cells = self._words.cells
+        self.data = segment.buffer[num_line_bytes:]
+        self._headers = self.data.cast("Q")
         self._is_peer_alive = is_peer_alive
         self._futex = Futex()
         self._own = WRITER_WORD if reader is None else reader_word(reader)
         self._wake = self._futex.waker(self._words.address(self._own))
         first_flag = num_line_bytes - flags_bytes(self.num_readers)
         # Plain on every machine: what orders them is the barrier for all.
-        self._flags = NativeWords(segment.buffer[first_flag:num_line_bytes])
-        if reader is None:
-            self._own_flag = WRITER_FLAG
-            self._is_awaited = _any_flag(self._flags, [reader_flag(i) for i in range(self.num_readers)])
-        else:
-            self._own_flag = reader_flag(reader)
-            self._is_awaited = _any_flag(self._flags, [WRITER_FLAG])
-        self._cursor = self._load(self._own) & CURSOR_MASK
+        self._flag_words = NativeWords(segment.buffer[first_flag:num_line_bytes])
+        self._flags = self._flag_words.cells
+        readers_flags = tuple(map(reader_flag, range(self.num_readers)))
+        self._own_flag, self._others_flags = (
+            (WRITER_FLAG, readers_flags) if reader is None else (reader_flag(reader), (WRITER_FLAG,))
+        )
+        self._cursor = self._cells[self._own] & CURSOR_MASK
         self._spin_rounds = _MIN_SPIN_ROUNDS
         self._is_closed = False
         self._num_records = 0
@@ -132,12 +168,12 @@ class RingEnd:
         if self._is_closed:
             return
         self._is_closed = True
-        self._store(self._own, self._cursor | CLOSED)
+        self._cells[self._own] = self._cursor | CLOSED
         self._wake()
         self._words.close()
-        self._flags.close()
+        self._flag_words.close()
         self._headers.release()
-        self._data.release()
+        self.data.release()
         self._segment.close()
 
     def _advance(self, cursor: int, num_bytes: int) -> None:
@@ -145,9 +181,12 @@ class RingEnd:
         self._num_records += 1
         self._num_bytes += num_bytes
         self._cursor = cursor
-        self._store(self._own, cursor)
-        if self._is_awaited():
-            self._wake()
+        self._cells[self._own] = cursor
+        flags = self._flags
+        for flag in self._others_flags:
+            if flags[flag]:
+                self._wake()
+                return
 
     def _wait_past(self, word_index: int, seen_cursor: int, deadline_at: float) -> int | None:
         """Wait until the owner of a word moves its cursor on from `seen_cursor`; return where to.
@@ -156,16 +195,17 @@ class RingEnd:
         QueueClosedError when the owner has closed, or the peer is dead, and its cursor stands still: what it wrote
         last is never lost.
         """
-        load = self._load
-        if not self._spin(word_index, seen_cursor):
+        cells = self._cells
+        word = self._spin(word_index, seen_cursor)
+        if word == seen_cursor:
             began_at = time.monotonic()
             if self._membarrier is not None:
-                self._flags.store(self._own_flag, 1)
+                self._flags[self._own_flag] = 1
                 self._membarrier.issue()
             try:
-                while load(word_index) == seen_cursor:
+                while (word := cells[word_index]) == seen_cursor:
                     # Asked before the last look, so that nothing published before the death is missed.
-                    if not self._is_peer_alive() and load(word_index) == seen_cursor:
+                    if not self._is_peer_alive() and cells[word_index] == seen_cursor:
                         raise QueueClosedError("the other side of the ring is gone")
                     remaining_s = deadline_at - time.monotonic()
                     if remaining_s <= 0:
@@ -175,26 +215,26 @@ class RingEnd:
                     self._futex.wait(address, seen_cursor, min(remaining_s, WAIT_SLICE_S))
             finally:
                 if self._membarrier is not None:
-                    self._flags.store(self._own_flag, 0)
+                    self._flags[self._own_flag] = 0
             self._learn(time.monotonic() - began_at)
-        cursor = load(word_index) & CURSOR_MASK
+        cursor = word & CURSOR_MASK
         if cursor == seen_cursor:
             raise QueueClosedError("the other side of the ring is closed")
         return cursor
 
-    def _spin(self, word_index: int, seen_cursor: int) -> bool:
-        """Look at a word for a short while; True when it changed.
+    def _spin(self, word_index: int, seen_cursor: int) -> int:
+        """Look at a word for a short while, until it is no longer `seen_cursor`; return what it is.
 
         Between looks the core is offered to others, so that with more processes than cores nobody is kept from
         running by somebody who looks for its work.
         """
-        load = self._load
+        cells = self._cells
         for _ in range(self._spin_rounds):
             for _ in range(_LOOKS_PER_ROUND):
-                if load(word_index) != seen_cursor:
-                    return True
+                if (word := cells[word_index]) != seen_cursor:
+                    return word
             os.sched_yield()
-        return False
+        return seen_cursor
 
     def _learn(self, slept_s: float) -> None:
         """Choose how long to look next time, from how long it was slept after looking in vain.

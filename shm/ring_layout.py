@@ -1,6 +1,7 @@
 """The ring's memory: where everything stands in its segment, and how a segment becomes an empty ring.
 
-Called by: ring_end.py and ring_buffer.py in every process that has an end; by who plans and creates segments.
+Called by: ring_end.py, ring_writer.py and ring_reader.py in every process that has an end; by who plans and creates
+segments.
 
 Each line is 64 bytes: geometry (constant) | writer | reader 0 | ... | reader N-1 | flags | data. A line of the writer
 or of a reader holds one word, written by its owner alone: how many bytes it has published or released since the

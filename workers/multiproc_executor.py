@@ -363,8 +363,8 @@ class MultiprocExecutor:
             try:
                 # Only while one is due: a look into an empty ring costs more than an answer.
                 while self._ledger.owes(rank):
-                    with receiver.receive() as frame:
-                        self._ledger.accept(frame.header, frame.message)
+                    frame = receiver.take()
+                    self._ledger.accept(frame, frame.message)
                     has_moved = True
             except (QueueEmptyError, QueueClosedError):
                 continue

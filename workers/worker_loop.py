@@ -154,8 +154,7 @@ class WorkerLoop:
             # The rank's KV cache can't be trusted, so it runs nothing more. It reads on, until it is ended, and
             # keeps its connections: peers that lost them would report errors of their own.
             while True:
-                with self._calls.receive(deadline_at=math.inf):
-                    pass
+                self._calls.take(deadline_at=math.inf)
         except QueueClosedError:
             self._clock.set(Phase.STOPPING)
             return ExitCode.OK
@@ -170,19 +169,17 @@ class WorkerLoop:
         if not self._launched:
             self._clock.set(Phase.IDLE)
         try:
-            with self._calls.receive(deadline_at=None if self._launched else math.inf) as frame:
-                header, call = frame.header, frame.message
+            frame = self._calls.take(deadline_at=None if self._launched else math.inf)
         except QueueEmptyError:
             return True
-        self._sequence.accept(header)
+        self._sequence.accept(frame)
+        call_id, call = frame.call_id, frame.message
         is_step = isinstance(call, ExecuteModel)
         if self._launched and not is_step and not self._guard(self._launched[0][0], self._answer_all):
             return False
         step = call.scheduler_output.step if isinstance(call, ExecuteModel) else None
-        self._clock.set(Phase.READING, call_id=header.call_id, step=step)
-        return self._guard(
-            header.call_id, lambda: self._run(header.call_id, call), is_hook=isinstance(call, RunHook)
-        )
+        self._clock.set(Phase.READING, call_id=call_id, step=step)
+        return self._guard(call_id, lambda: self._run(call_id, call), is_hook=isinstance(call, RunHook))
 
     def _guard(self, call_id: int, run: Callable[[], None], *, is_hook: bool = False) -> bool:
         """The border of a call: whatever goes wrong is told, by any rank, at once. False when the replica must end."""
@@ -256,11 +253,11 @@ class WorkerLoop:
         # It makes them of the tokens of the step before.
         self._answer_all()
         self._clock.set(Phase.MASKS)
-        with self._calls.receive(deadline_at=math.inf) as frame:
-            header, call = frame.header, frame.message
-        self._sequence.accept(header)
+        frame = self._calls.take(deadline_at=math.inf)
+        self._sequence.accept(frame)
+        call = frame.message
         if not isinstance(call, GiveMasks) or call.masks.step != step:
-            raise ProtocolError(f"call {header.call_id} came when the masks of step {step} were due")
+            raise ProtocolError(f"call {frame.call_id} came when the masks of step {step} were due")
         return call.masks
 
     def _send(self, kind: FrameKind, call_id: int, message: Reply | WorkerFailure) -> None:

@@ -63,7 +63,7 @@ def main(context: ChildContext) -> int:
             with requests.receive(deadline_at=math.inf) as frame:
                 sum(frame.buffers[0][::PAGE_BYTES])
                 pong = Pong(time.monotonic_ns())
-                call_id = frame.header.call_id
+                call_id = frame.call_id
             replies.send(FrameKind.REPLY, call_id, pong, deadline_at=math.inf)
     except QueueClosedError:
         return ExitCode.OK

@@ -64,9 +64,9 @@ class RingTransport:
         )
         instants = []
         for receiver in self._receivers:
-            with receiver.receive(deadline_at=deadline_at) as frame:
-                assert frame.header.call_id == self._num_sent, "an answer to another frame"
-                instants.append(frame.message.received_ns)
+            frame = receiver.take(deadline_at=deadline_at)
+            assert frame.call_id == self._num_sent, "an answer to another frame"
+            instants.append(frame.message.received_ns)
         return instants
 
     def _start(self) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from phalanx.shm.channel import CallSequence, Receiver, Sender
-from phalanx.shm.codec import FrameHeader, FrameKind
+from phalanx.shm.codec import Frame, FrameHeader, FrameKind
 from phalanx.shm.errors import ProtocolError, QueueClosedError, QueueEmptyError
 from phalanx.shm.ring_buffer import RingReader, RingWriter, create_ring
 from phalanx.shm.segment import SharedSegment
@@ -34,7 +34,7 @@ def test_a_frame_says_who_sent_it(ends: tuple[Sender, Receiver[Ping]]) -> None:
     sender.send(FrameKind.REQUEST, 7, Ping(1), [b"raw"])
 
     with receiver.receive() as frame:
-        assert frame.header == FrameHeader(epoch=3, call_id=7, rank=2, kind=FrameKind.REQUEST)
+        assert (frame.epoch, frame.call_id, frame.rank, frame.kind) == (3, 7, 2, FrameKind.REQUEST)
         assert frame.message == Ping(1)
         assert bytes(frame.buffers[0]) == b"raw"
     with pytest.raises(QueueEmptyError), receiver.receive():
@@ -60,6 +60,28 @@ def test_a_frame_that_does_not_decode_is_consumed(ends: tuple[Sender, Receiver[P
 
     with receiver.receive() as frame:
         assert frame.message == Ping(2)
+
+
+def test_a_frame_that_is_taken_leaves_its_buffers_behind(ends: tuple[Sender, Receiver[Ping]]) -> None:
+    sender, receiver = ends
+    sender.send(FrameKind.REQUEST, 7, Ping(1), [b"raw"])
+    sender.send(FrameKind.REQUEST, 8, Ping(2))
+
+    assert receiver.take() == Frame(3, 7, 2, FrameKind.REQUEST, Ping(1), ())
+    assert receiver.take() == Frame(3, 8, 2, FrameKind.REQUEST, Ping(2), ())
+    assert receiver.ring.stats().used_bytes == 0
+    with pytest.raises(QueueEmptyError):
+        receiver.take()
+
+
+def test_a_frame_that_does_not_decode_is_taken_all_the_same(ends: tuple[Sender, Receiver[Ping]]) -> None:
+    sender, receiver = ends
+    sender.send(FrameKind.REQUEST, 1, {"number": "one"})
+    sender.send(FrameKind.REQUEST, 2, Ping(2))
+    with pytest.raises(ProtocolError):
+        receiver.take()
+
+    assert receiver.take().message == Ping(2)
 
 
 def test_a_closed_sender_is_seen(ends: tuple[Sender, Receiver[Ping]]) -> None:

@@ -51,7 +51,7 @@ def test_a_frame_comes_back_as_it_was(
 
     frame: Frame[Message] = decoder().decode(memoryview(encode(header, Ping(text), buffers)))
 
-    assert frame.header == header
+    assert (frame.epoch, frame.call_id, frame.rank, frame.kind) == (epoch, call_id, rank, FrameKind.REQUEST)
     assert frame.message == Ping(text)
     assert [bytes(buffer) for buffer in frame.buffers] == buffers
 
@@ -76,6 +76,22 @@ def test_arbitrary_bytes_are_a_protocol_error_or_a_frame(data: bytes) -> None:
         assert isinstance(decoder().decode(memoryview(data)), Frame)
     except ProtocolError:
         pass
+
+
+@given(before=st.integers(0, 5), after=st.integers(0, 40), data=st.data())
+def test_a_frame_is_found_among_other_bytes_and_ends_where_it_ends(
+    before: int, after: int, data: st.DataObject
+) -> None:
+    whole = encode(request(7), Ping("some text"), [b"12345", b"", b"123456789"])
+    start, end = 8 * before, 8 * before + len(whole)
+    memory = memoryview(bytes(start) + whole + b"\xff" * after)
+
+    frame = decoder().decode(memory, start, end)
+    assert (frame.call_id, frame.message) == (7, Ping("some text"))
+    assert [bytes(buffer) for buffer in frame.buffers] == [b"12345", b"", b"123456789"]
+    assert decoder().decode(memory, start, end, has_buffers=False).buffers == ()
+    with pytest.raises(ProtocolError):
+        decoder().decode(memory, start, start + data.draw(st.integers(0, len(whole) - 1)))
 
 
 @given(st.data())

@@ -124,6 +124,15 @@ def test_a_payload_may_be_as_large_as_all_that_may_be_unread(make_channel: MakeC
     assert receive(receiver) == (1, payload)
 
 
+def test_a_large_frame_is_taken_as_a_small_one(make_channel: MakeChannel) -> None:
+    sender, (receiver,) = make_channel()
+    send(sender, 1, LARGE)
+    sender.send(FrameKind.REQUEST, 2, 2)
+
+    frames = [receiver.take(deadline_at=soon()) for _ in range(2)]
+    assert [(frame.call_id, frame.message, frame.buffers) for frame in frames] == [(1, 1, ()), (2, 2, ())]
+
+
 def test_without_limits_for_it_a_large_frame_is_an_error(make_channel: MakeChannel) -> None:
     sender, _ = make_channel(limits=None)
 

@@ -1,5 +1,6 @@
 """The ring: every record, in order, to every reader, once; and no wait that outlives its peer."""
 
+import contextlib
 import ctypes.util
 import hashlib
 import itertools
@@ -8,15 +9,16 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.shm import ordering, ring_end
+from phalanx.shm import ordering, ring_end, ring_writer
 from phalanx.shm.errors import (
     MessageTooLargeError,
     ProtocolError,
@@ -65,18 +67,25 @@ def soon(seconds: float = 20.0) -> float:
 @settings(deadline=None, max_examples=150)
 @given(
     num_readers=st.integers(1, 4),
-    actions=st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 300)), max_size=120),
+    actions=st.lists(st.tuples(st.integers(-4, 3), st.integers(0, 300)), max_size=120),
+    rewind_bytes=st.sampled_from([8, 64, 200, 1024]),
 )
-def test_every_reader_gets_every_record_in_order(num_readers: int, actions: list[tuple[int, int]]) -> None:
-    with ring_of(512, num_readers) as (writer, readers):
+def test_every_reader_gets_every_record_in_order(
+    num_readers: int, actions: list[tuple[int, int]], rewind_bytes: int
+) -> None:
+    with (
+        mock.patch.object(ring_writer, "_REWIND_BYTES", rewind_bytes),
+        ring_of(512, num_readers) as (writer, readers),
+    ):
         written: list[bytes] = []
         num_read = [0] * num_readers
         for who, size in actions:
             if who < 0:
                 content = bytes([len(written) % 256]) * size
                 try:
-                    writer.write(content)
-                    written.append(content)
+                    if write_in_a_way(writer, content, way=-who):
+                        written.append(content)
+                    assert size <= max_record_bytes(512)
                 except MessageTooLargeError:
                     assert size > max_record_bytes(512)
                 except RingFullError:
@@ -92,14 +101,35 @@ def test_every_reader_gets_every_record_in_order(num_readers: int, actions: list
                 reader.check_invariants()
 
 
-def test_a_record_of_any_size_fits_an_empty_ring_at_every_offset() -> None:
+def write_in_a_way(writer: RingWriter, content: bytes, *, way: int) -> bool:
+    """Write `content` in one of four ways; False for the one that begins a record and gives it up."""
+    match way:
+        case 1:
+            writer.write(content)
+        case 2:
+            writer.write_bytes(content)
+        case 3:
+            with writer.reserve(len(content)) as view:
+                view[:] = content
+        case _:
+            with contextlib.suppress(InterruptedError), writer.reserve(len(content)) as view:
+                view[:] = content
+                raise InterruptedError
+            return False
+    return True
+
+
+@pytest.mark.parametrize("write", [RingWriter.write, RingWriter.write_bytes])
+def test_a_record_of_any_size_fits_an_empty_ring_at_every_offset(
+    write: Callable[[RingWriter, bytes], None],
+) -> None:
     with ring_of(256) as (writer, (reader,)):
         for offset, size in itertools.product(range(0, 256, 8), (0, 1, 7, 8, 9, 64, max_record_bytes(256))):
             while writer.stats().capacity and _offset(writer) != offset:
                 writer.write(b"")
                 assert read(reader) == b""
             content = bytes(range(256))[:size]
-            writer.write(content)
+            write(writer, content)
             assert read(reader) == content
             writer.check_invariants()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.shm import ring_end, ring_layout
-from phalanx.shm.ordering import Words, map_words
+from phalanx.shm.ordering import Cells, Words, map_words
 from phalanx.shm.ring_buffer import RingReader, RingWriter, create_ring
 from phalanx.shm.ring_layout import flags_bytes, lines_bytes
 from phalanx.shm.segment import SharedSegment
@@ -279,6 +279,16 @@ class RecordingWords:
     def store(self, index: int, value: int) -> None:
         self._accesses.append(f"store {self._names.get(index, 'constant')}")
         self._words.store(index, value)
+
+    @property
+    def cells(self) -> Cells:
+        return self
+
+    def __getitem__(self, index: int) -> int:
+        return self.load(index)
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.store(index, value)
 
     def address(self, index: int) -> int:
         return index * 8

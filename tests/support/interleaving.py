@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from phalanx.shm.ordering import Words, map_words
+from phalanx.shm.ordering import Cells, Words, map_words
 
 
 class Deadlock(Exception):
@@ -143,6 +143,16 @@ class BufferedWords:
                 if words is self._words and stored_index == index:
                     return value
         return self._words.load(index)
+
+    @property
+    def cells(self) -> Cells:
+        return self
+
+    def __getitem__(self, index: int) -> int:
+        return self.load(index)
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.store(index, value)
 
     def store(self, index: int, value: int) -> None:
         if not self._interleaving.is_inside():

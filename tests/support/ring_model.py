@@ -6,15 +6,15 @@ Each step below is a step of the code, in its order; test_ring_model.py has the 
   look for room                 load reader's word, acquire         RingWriter._wait_released
   copy in                       store data, plain                   RingWriter.write: data[position:end] = ...
   publish, release              store word, release                 RingEnd._advance
-                                load the others' flags, plain       RingEnd._advance: _is_awaited
+                                load the others' flags, plain       RingEnd._advance: _others_flags
                                 wake, when one is up                RingEnd._advance: _wake()
-  look for a record             load writer's word, acquire         RingReader.acquire
-  copy out, decode              load data, plain                    who holds the view of RingReader.acquire
-  wait                          own flag := 1, plain                RingEnd._wait_past: _flags.store
+  look for a record             load writer's word, acquire         RingReader.locate
+  copy out, decode              load data, plain                    who was told where by RingReader.locate
+  wait                          own flag := 1, plain                RingEnd._wait_past: _flags[...] = 1
                                 fence for all                       RingEnd._wait_past: Membarrier.issue
                                 load word, acquire                  RingEnd._wait_past
                                 sleep                               RingEnd._wait_past: Futex.wait
-                                own flag := 0, plain                RingEnd._wait_past: _flags.store
+                                own flag := 0, plain                RingEnd._wait_past: _flags[...] = 0
   close                         store word, release                 RingEnd.close
                                 wake                                RingEnd.close: _wake()
   ring a bell                   fence, bell := 1                    RingWriter._publish: eventfd_write

@@ -86,7 +86,7 @@ class Harness:
         try:
             while True:
                 with self.answers.receive() as frame:
-                    taken.append((frame.header.call_id, frame.message))
+                    taken.append((frame.call_id, frame.message))
         except QueueEmptyError:
             return taken
 
@@ -239,7 +239,7 @@ def test_a_step_is_answered_when_it_is_done_though_no_call_comes(make_harness: M
     serving.start()
 
     with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
-        assert (frame.header.call_id, type(frame.message)) == (1, StepDone)
+        assert (frame.call_id, type(frame.message)) == (1, StepDone)
     harness.sender.close()
     serving.join(20.0)
     assert not serving.is_alive()
@@ -253,7 +253,7 @@ def test_a_step_waits_for_its_masks_only_when_the_one_ahead_is_answered(make_har
     serving.start()
 
     with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
-        assert frame.header.call_id == 1
+        assert frame.call_id == 1
     harness.sender.send(FrameKind.REQUEST, 3, GiveMasks(echo_masks(2, 77)))
     with harness.answers.receive(deadline_at=time.monotonic() + 20.0) as frame:
         assert isinstance(frame.message, StepDone)
