@@ -40,7 +40,7 @@ def compile_kernels(
 ) -> None:
     """See the module."""
     # Imported here: Triton is there only where there is a GPU.
-    from .kernels import triton_decode_inputs, triton_parts
+    from .kernels import triton_decode_inputs, triton_few_rows
     from .kernels.compile_ahead import compiling_ahead
 
     device = next(model.parameters()).device
@@ -79,9 +79,8 @@ def compile_kernels(
         )
         positions = torch.arange(num_tokens, device=device)
         model(torch.zeros_like(positions), positions, kv_caches, paged_context(prompt, shape.windows, device))
-        for size in sorted(
-            {min(size, max_num_seqs) for size in (*SMALL_SIZES, triton_parts.MAX_ROWS, max_num_seqs)}
-        ):
+        sizes = (*SMALL_SIZES, *triton_few_rows.ROW_PADS, max_num_seqs)
+        for size in sorted({min(size, max_num_seqs) for size in sizes}):
             decode.load_padding(size)
             decode.compute(size)
         _sample(model, logprobs_mode)

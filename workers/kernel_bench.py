@@ -16,14 +16,16 @@ import torch.nn.functional as F
 
 from .attention.backend import AttentionShape, SeenCache
 from .attention.triton_backend import TritonAttention
+from .kernels.triton_few_rows import is_faster, product_in_parts, product_of_few_rows, tuning_for_parts
 from .kernels.triton_linear import MAX_ROWS, gemv, norm_gemv, silu_gemv
 from .kernels.triton_norm import add_rms_norm
-from .kernels.triton_parts import product_in_parts, tuning_for
 
 HEADS = ((16, 8), (32, 8), (32, 4))
 LOADS = ((1, 128), (1, 384), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (256, 512), (256, 1024))
 WEIGHTS = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336))
-WEIGHTS_BEFORE_NORMS = ((1024, 2048), (1024, 3072), (4096, 14336))
+WEIGHTS_BEFORE_NORMS = ((1024, 2048), (1024, 3072), (4096, 4096), (4096, 14336))
+WEIGHTS_BEHIND_NORMS = ((4096, 1024), (6144, 1024), (6144, 4096))
+FEW_ROWS = (8, 24, 40, 64)
 HEAD_SIZE = 128
 _READ_BYTES = 2 << 30
 _COLD_BYTES = 256 << 20
@@ -65,16 +67,10 @@ def measure_small_products(rows: Sequence[int] = (1, 2, 4)) -> list[KernelTime]:
     """Time products of a few rows in bfloat16: our kernel, alone and with what may stand before it, and cuBLAS."""
     times = []
     for outputs, inputs in WEIGHTS:
-        weights = [
-            torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
-            for _ in range(_num_cold(outputs * inputs * 2))
-        ]
+        weights = _weights(outputs, inputs)
         for num_rows in rows:
             assert num_rows <= MAX_ROWS
-            x, gate_up = (
-                torch.randn(num_rows, width, dtype=torch.bfloat16, device="cuda")
-                for width in (inputs, 2 * inputs)
-            )
+            x, gate_up = _rows(num_rows, inputs), _rows(num_rows, 2 * inputs)
             norm = torch.ones(inputs, dtype=torch.bfloat16, device="cuda")
             runs: dict[str, Callable[[torch.Tensor], Any]] = {
                 "gemv": partial(gemv, x),
@@ -83,29 +79,21 @@ def measure_small_products(rows: Sequence[int] = (1, 2, 4)) -> list[KernelTime]:
                 "cublas": partial(F.linear, x),
             }
             for name, run in runs.items():
-                time_us = time_in_graph_us([partial(run, weight) for weight in weights])
-                shape = f"{num_rows} × {inputs} → {outputs}"
                 times.append(
-                    KernelTime(kernel=name, shape=shape, time_us=time_us, num_bytes=weights[0].nbytes)
+                    _kernel_time(name, num_rows, weights, [partial(run, weight) for weight in weights])
                 )
     return times
 
 
-def measure_products_and_norms(rows: Sequence[int] = (16, 64)) -> list[KernelTime]:
+def measure_products_and_norms(rows: Sequence[int] = FEW_ROWS) -> list[KernelTime]:
     """Time a product with the residual's sum and norm behind it: left in parts for it, and by cuBLAS."""
     times = []
     for outputs, inputs in WEIGHTS_BEFORE_NORMS:
-        weights = [
-            torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
-            for _ in range(_num_cold(outputs * inputs * 2))
-        ]
+        weights = _weights(outputs, inputs)
         norm = torch.ones(outputs, dtype=torch.bfloat16, device="cuda")
         for num_rows in rows:
-            x, residual = (
-                torch.randn(num_rows, width, dtype=torch.bfloat16, device="cuda")
-                for width in (inputs, outputs)
-            )
-            tuning = tuning_for(num_rows, outputs, inputs)
+            x, residual = _rows(num_rows, inputs), _rows(num_rows, outputs)
+            tuning = tuning_for_parts(num_rows, outputs, inputs)
             assert tuning is not None
             products: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
                 "in parts, norm": partial(product_in_parts, x, tuning=tuning),
@@ -113,14 +101,7 @@ def measure_products_and_norms(rows: Sequence[int] = (16, 64)) -> list[KernelTim
             }
             for name, product in products.items():
                 runs = [partial(_product_and_norm, product, weight, residual, norm) for weight in weights]
-                times.append(
-                    KernelTime(
-                        kernel=name,
-                        shape=f"{num_rows} × {inputs} → {outputs}",
-                        time_us=time_in_graph_us(runs),
-                        num_bytes=weights[0].nbytes,
-                    )
-                )
+                times.append(_kernel_time(name, num_rows, weights, runs))
     return times
 
 
@@ -131,6 +112,60 @@ def _product_and_norm(
     norm: torch.Tensor,
 ) -> None:
     add_rms_norm(product(weight), residual, norm, 1e-6)
+
+
+def measure_norms_and_products(rows: Sequence[int] = FEW_ROWS) -> list[KernelTime]:
+    """Time a norm with a product behind it: by our kernel where it is used, and by cuBLAS."""
+    times = []
+    for outputs, inputs in WEIGHTS_BEHIND_NORMS:
+        weights = _weights(outputs, inputs)
+        norm = torch.ones(inputs, dtype=torch.bfloat16, device="cuda")
+        for num_rows in rows:
+            x, residual = _rows(num_rows, inputs), _rows(num_rows, inputs)
+            products: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+                "norm, cublas": F.linear
+            }
+            if is_faster(num_rows, outputs, inputs):
+                products["norm, few rows"] = product_of_few_rows
+            for name, product in products.items():
+                runs = [partial(_norm_and_product, product, weight, x, residual, norm) for weight in weights]
+                times.append(_kernel_time(name, num_rows, weights, runs))
+    return times
+
+
+def _norm_and_product(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+) -> None:
+    normalized, _ = add_rms_norm(x, residual, norm, 1e-6)
+    product(normalized, weight)
+
+
+def _weights(outputs: int, inputs: int) -> list[torch.Tensor]:
+    """So many of one size that each is cold when its turn comes."""
+    return [
+        torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+        for _ in range(_num_cold(outputs * inputs * 2))
+    ]
+
+
+def _rows(num_rows: int, size: int) -> torch.Tensor:
+    return torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda")
+
+
+def _kernel_time(
+    kernel: str, num_rows: int, weights: Sequence[torch.Tensor], runs: Sequence[Callable[[], Any]]
+) -> KernelTime:
+    outputs, inputs = weights[0].shape
+    return KernelTime(
+        kernel=kernel,
+        shape=f"{num_rows} × {inputs} → {outputs}",
+        time_us=time_in_graph_us(runs),
+        num_bytes=weights[0].nbytes,
+    )
 
 
 def time_in_graph_us(runs: Sequence[Callable[[], Any]]) -> float:

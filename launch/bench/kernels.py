@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, writer: ReportWriter) -> None:
             progress.say(f"run {number + 1}, products")
             products += bench.measure_small_products()
             products += bench.measure_products_and_norms()
+            products += bench.measure_norms_and_products()
             progress.advance()
     ceiling = over_runs(ceilings).median
     writer.finish(

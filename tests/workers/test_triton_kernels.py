@@ -11,9 +11,15 @@ from phalanx.workers.kernels.kv_cache import write_kv
 from phalanx.workers.kernels.rms_norm import offset_rms_norm, rms_norm
 from phalanx.workers.kernels.silu_and_mul import silu_and_mul
 from phalanx.workers.kernels.triton_activation import gated_activation
+from phalanx.workers.kernels.triton_few_rows import (
+    FewRowsTuning,
+    is_faster,
+    product_in_parts,
+    product_of_few_rows,
+    tuning_for_parts,
+)
 from phalanx.workers.kernels.triton_linear import gemv, norm_gemv, silu_gemv
 from phalanx.workers.kernels.triton_norm import add_rms_norm
-from phalanx.workers.kernels.triton_parts import PartsTuning, product_in_parts, tuning_for
 from phalanx.workers.kernels.triton_rotary import rotate_and_store
 from phalanx.workers.layers.rotary import rotate, widen_angles
 from support.kernel_device import DEVICE, HAS_CARD, NARROW, relative_error, tolerance
@@ -71,7 +77,7 @@ def test_a_norm_adds_up_parts(rows: int, parts: int, size: int, dtype: torch.dty
 
 @WITHOUT_SHRINKING
 @given(
-    rows=st.one_of(st.integers(1, 64), st.sampled_from([16, 17, 64])),
+    rows=st.one_of(st.integers(1, 64), st.sampled_from([16, 17, 32, 33, 64])),
     outputs=st.sampled_from([64, 192, 200]), inputs=st.sampled_from([64, 200, 1024]),
     parts=st.sampled_from([1, 2, 4]), tile=st.sampled_from([64, 128]),
 )  # fmt: skip
@@ -79,12 +85,47 @@ def test_the_parts_of_a_product_add_up_to_it(
     rows: int, outputs: int, inputs: int, parts: int, tile: int
 ) -> None:
     x, weight = random(rows, inputs, dtype=NARROW), random(outputs, inputs, dtype=NARROW, seed=1)
-    tuning = PartsTuning(parts=parts, outputs=tile, inputs=64, num_stages=3)
+    tuning = FewRowsTuning(parts=parts, outputs=tile, inputs=64, num_stages=3)
 
     sums = product_in_parts(x, weight, tuning)
 
     assert sums.shape == (parts, rows, outputs)
     assert relative_error(sums.double().sum(0), x.double() @ weight.double().T) < 1e-5
+
+
+@WITHOUT_SHRINKING
+@given(
+    rows=st.one_of(st.integers(1, 64), st.sampled_from([16, 17, 32, 33, 64])),
+    outputs=st.sampled_from([64, 192, 200]), inputs=st.sampled_from([64, 200, 1024]), tile=st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_a_product_of_few_rows(rows: int, outputs: int, inputs: int, tile: int) -> None:
+    x, weight = random(rows, inputs, dtype=NARROW), random(outputs, inputs, dtype=NARROW, seed=1)
+
+    out = product_of_few_rows(x, weight, FewRowsTuning(outputs=tile, inputs=64, num_stages=3))
+
+    assert (out.dtype, out.shape) == (NARROW, (rows, outputs))
+    assert relative_error(out, x.double() @ weight.double().T) < tolerance(NARROW)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "is_ours"),
+    [
+        (5, 4096, 1024, True),
+        (64, 4096, 1024, True),
+        (64, 6144, 1024, True),
+        (32, 6144, 4096, True),
+        (33, 6144, 4096, False),
+        (4, 4096, 1024, False),
+        (65, 4096, 1024, False),
+        (8, 28672, 4096, False),
+        (8, 2048, 1024, False),
+        (8, 4096, 1026, False),
+    ],
+)
+def test_whole_products_of_few_rows_are_for_what_was_measured(
+    rows: int, outputs: int, inputs: int, is_ours: bool
+) -> None:
+    assert is_faster(rows, outputs, inputs) == is_ours
 
 
 @pytest.mark.parametrize(
@@ -97,7 +138,8 @@ def test_the_parts_of_a_product_add_up_to_it(
         (64, 576, 1536, 6),
         (4, 1024, 2048, None),
         (65, 1024, 2048, None),
-        (64, 4096, 4096, None),
+        (64, 4096, 4096, 2),
+        (64, 1024, 1024, None),
         (64, 8192, 28672, None),
         (64, 64, 128, None),
         (64, 1024, 3075, None),
@@ -106,7 +148,7 @@ def test_the_parts_of_a_product_add_up_to_it(
 def test_the_columns_of_few_outputs_are_dealt_out(
     rows: int, outputs: int, inputs: int, parts: int | None
 ) -> None:
-    tuning = tuning_for(rows, outputs, inputs)
+    tuning = tuning_for_parts(rows, outputs, inputs)
 
     assert (tuning.parts if tuning is not None else None) == parts
 

@@ -6,7 +6,7 @@ Called by: layers/linear.py and layers/embedding.py.
 import torch
 import torch.nn.functional as F
 
-from .ops import is_small_product, small_product
+from .ops import is_product_of_few_rows, is_small_product, product_of_few_rows, small_product
 from .packed_weight import HalfWeight, OneDnnWeight, PackedWeight
 
 
@@ -43,5 +43,7 @@ def linear(
         return weight.product(x, bias)
     if is_small_product(x, weight):
         return small_product(x, weight, bias)
+    if bias is None and is_product_of_few_rows(x, weight):
+        return product_of_few_rows(x, weight)
     # They differ for a weight that could not be packed, beside activations of `activation_dtype`.
     return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)

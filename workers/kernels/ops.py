@@ -19,9 +19,9 @@ if HAS_TRITON:
     from . import (
         triton_activation,
         triton_embedding,
+        triton_few_rows,
         triton_linear,
         triton_norm,
-        triton_parts,
         triton_rotary,
     )
 
@@ -148,12 +148,26 @@ def small_product_of_silu(
     return triton_linear.silu_gemv(gate_up, weight, bias)
 
 
+def is_product_of_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether x [rows, inputs] times weight [outputs, inputs] is for `product_of_few_rows`."""
+    return _takes_few_rows(weight) and triton_few_rows.is_faster(x.shape[0], *weight.shape)
+
+
+def product_of_few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `triton_few_rows.product_of_few_rows`; only where `is_product_of_few_rows` says so."""
+    return triton_few_rows.product_of_few_rows(x.contiguous(), weight)
+
+
 def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return x [rows, inputs] times weight [outputs, inputs] as `triton_parts` does; None: that is not for them."""
-    if not is_fused(weight) or weight.itemsize != 2 or weight.numel() == 0 or not _is_hopper(weight.device):
+    """Return what `triton_few_rows.product_in_parts` does of x and weight; None: that is not for them."""
+    if not _takes_few_rows(weight):
         return None
-    tuning = triton_parts.tuning_for(x.shape[0], *weight.shape)
-    return None if tuning is None else triton_parts.product_in_parts(x.contiguous(), weight, tuning)
+    tuning = triton_few_rows.tuning_for_parts(x.shape[0], *weight.shape)
+    return None if tuning is None else triton_few_rows.product_in_parts(x.contiguous(), weight, tuning)
+
+
+def _takes_few_rows(weight: torch.Tensor) -> bool:
+    return is_fused(weight) and weight.itemsize == 2 and weight.numel() > 0 and _is_hopper(weight.device)
 
 
 @cache
