@@ -5,7 +5,7 @@ and clears the row of a front end that has ended. Rows are numbers in shared mem
 
 What it is for: connections are accepted where there are fewest (launch/server/acceptor.py); what others have sent and
 no report counts yet is part of a replica's load (load_book.py); nobody is blamed for the loss of a replica to which
-others had just sent something too, and suspects of several front ends are tried one at a time (replay.py).
+others had just sent something too, and suspects of several front ends are tried one at a time (suspects.py).
 """
 
 import operator

@@ -21,9 +21,9 @@ from ..shm.number_table import NumberTable
 from ..shm.process import ChildProcess
 from .fleet import client_index_of, kind_of
 from .messages import AdminCommand, AdminResult, BlamedRequests, FleetUpdate, ToFrontEnd
-from .replay import MAX_FINGERPRINTS
 from .supervision import Supervision
 from .supervision_events import ChildKind, ChildState
+from .suspects import MAX_FINGERPRINTS
 
 
 class _Asker(NamedTuple):

@@ -70,6 +70,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         # The engine's id of each unfinished request, by its caller's.
         self._running: dict[str, str] = {}
+        self._start_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._error: RequestError | None = None
 
@@ -130,10 +131,11 @@ class AsyncLLM:
         return self._error
 
     async def start(self) -> None:
-        """Connect and begin to take outputs. Idempotent."""
-        if self._task is None:
-            await self._client.start()
-            self._task = asyncio.create_task(self._dispatch(), name="dispatch engine outputs")
+        """Connect and begin to take outputs. Idempotent, also for callers at the same time."""
+        async with self._start_lock:
+            if self._task is None:
+                await self._client.start()
+                self._task = asyncio.create_task(self._dispatch(), name="dispatch engine outputs")
 
     async def generate(
         self,

@@ -1,6 +1,6 @@
 """Carries out what an engine core is asked for over its lifeline.
 
-Called by: core_proc.py, in the main thread, between two steps. See core_control.py.
+Called by: core_loop.py, in the main thread, between two steps. See core_control.py.
 """
 
 from typing import assert_never

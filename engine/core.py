@@ -1,6 +1,6 @@
 """EngineCore: one replica's loop body: schedule, execute, update, with up to two steps in flight.
 
-Called by: core_proc.py in the engine-core process, and `InprocCoreClient` for `LLM`; one thread.
+Called by: core_loop.py in the engine-core process, and `InprocCoreClient` for `LLM`; one thread.
 
     step()   schedule and submit N+1 | wait for N | what has come meanwhile | update with N | masks for N+1
     workers     ... compute N .............| forward of N+1 ...............................| sample N+1

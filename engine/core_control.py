@@ -1,6 +1,6 @@
 """What whoever started an engine core tells it while it serves: to pause, sleep, wake, forget; that a front end died.
 
-Called by: the supervisor sends a `CoreControl` over the lifeline; core_proc.py has it carried out (control_calls.py)
+Called by: the supervisor sends a `CoreControl` over the lifeline; core_loop.py has it carried out (control_calls.py)
 and answers with a `CoreControlDone`. A `FrontEndGone` comes the same way (cluster/front_ends.py), and is not answered.
 Over the lifeline, because only the supervisor knows what all replicas shall do and who has died, and an engine core
 that is started again must be told by the same mouth.

@@ -1,7 +1,7 @@
 """The two socket threads of an engine core: messages in, outputs and statistics out.
 
-Called by: core_proc.py, in the engine-core process. The main thread touches no socket: it takes `InboxItem`s
-from one queue and puts outputs into another, so that decoding, encoding and sending overlap with the step.
+Called by: core_proc.py and core_loop.py, in the engine-core process. The main thread touches no socket: it takes
+`InboxItem`s from one queue and puts outputs into another, so that decoding, encoding and sending overlap with the step.
 
     PULL (bound) -> thread core-input  -> inbox  -> main thread -> outbox -> thread core-output -> PUSH per front end
                     signal handler     ->                                                       -> PUSH statistics
@@ -26,7 +26,6 @@ from ..shm.errors import ProcessError, TransportError
 from ..shm.sockets import UNBOUNDED, bind_pull, connect_push
 from ..workers.sampling_params import SamplingParamsError
 from .core_control import CoreControl, FrontEndGone
-from .kv_event_publisher import ReplayAsked
 from .messages import (
     ClientHello,
     ClientMessage,
@@ -70,6 +69,14 @@ class ThreadFailed:
 
     name: str
     error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayAsked:
+    """A listener has missed batches, from `first_sequence` on. identity: whom `KVEventPublisher.answer` answers."""
+
+    identity: bytes
+    first_sequence: int
 
 
 InboxItem = (

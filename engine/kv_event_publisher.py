@@ -1,7 +1,7 @@
 """KVEventPublisher: tells listeners outside the cluster what the prefix cache of one replica holds.
 
-Called by: core_proc.py, in the engine-core process. The main thread hands batches over and never waits; a thread of
-its own has the sockets.
+Called by: core_proc.py and core_loop.py, in the engine-core process. The main thread hands batches over and never
+waits; a thread of its own has the sockets.
 
     PUB     [b"kv", sequence, batch]            batch: a `KVEventBatch` as msgpack; sequence: its own, 8 bytes, signed,
                                                 big-endian, so that a gap is seen without decoding
@@ -12,7 +12,8 @@ its own has the sockets.
 Invariant: nothing that a listener does, or does not do, holds up a step. What the thread has not sent when
 `MAX_QUEUED` batches wait is dropped and counted, and PUB drops for a listener that does not read; either way the
 listener sees a gap in the sequence numbers, and asks for what is missing. An answer that cannot be delivered is
-dropped as well, and the listener asks again. When a listener dies: nothing.
+dropped as well, and the listener asks again. When a listener dies: nothing. When the thread fails it says so
+(`ThreadFailed`), and the process ends: listeners would take for true for ever what they heard last.
 """
 
 import contextlib
@@ -22,13 +23,13 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, Full, Queue, SimpleQueue
-from typing import Any
+from queue import Empty, Full, Queue
 
 import msgspec
 import zmq
 
 from ..shm.sockets import bind_pub, bind_router
+from .core_io import Inbox, ReplayAsked, ThreadFailed
 from .kv_events import KVEventBatch
 
 log = logging.getLogger(__name__)
@@ -41,14 +42,6 @@ _SEQUENCE = struct.Struct(">q")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayAsked:
-    """A listener has missed batches, from `first_sequence` on. identity: whom `KVEventPublisher.answer` answers."""
-
-    identity: bytes
-    first_sequence: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Answer:
     identity: bytes
     batches: list[KVEventBatch]
@@ -58,10 +51,10 @@ class KVEventPublisher:
     """See the module. `start`, then any of the others from one thread, then `close`.
 
     address, replay_address: where it binds
-    inbox:                   gets a `ReplayAsked` for each question, to be answered by `answer`
+    inbox:                   gets a `ReplayAsked` for each question, to be answered by `answer`, and a `ThreadFailed`
     """
 
-    def __init__(self, address: str, replay_address: str | None, inbox: "SimpleQueue[Any]") -> None:
+    def __init__(self, address: str, replay_address: str | None, inbox: Inbox) -> None:
         self._address = address
         self._replay_address = replay_address
         self._inbox = inbox
@@ -122,24 +115,30 @@ class KVEventPublisher:
         os.eventfd_write(self._bell_fd, 1)
 
     def _run(self, publisher: "zmq.Socket[bytes]", replay: "zmq.Socket[bytes] | None") -> None:
-        poller = zmq.Poller()
-        poller.register(self._bell_fd, zmq.POLLIN)
-        if replay is not None:
-            poller.register(replay, zmq.POLLIN)
         try:
-            while not self._is_closed.is_set():
-                ready = dict(poller.poll())
-                if self._bell_fd in ready:
-                    os.eventfd_read(self._bell_fd)
-                self._send_all(publisher, replay)
-                if replay is not None and replay in ready:
-                    self._take_question(replay)
-            self._send_all(publisher, replay)
+            self._serve(publisher, replay)
+        # The top of a thread.
+        except Exception as error:
+            self._inbox.put(ThreadFailed("kv-events", error))
         finally:
             # Whatever happened: `close` waits until the context has no socket left.
             publisher.close(linger=0)
             if replay is not None:
                 replay.close(linger=0)
+
+    def _serve(self, publisher: "zmq.Socket[bytes]", replay: "zmq.Socket[bytes] | None") -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell_fd, zmq.POLLIN)
+        if replay is not None:
+            poller.register(replay, zmq.POLLIN)
+        while not self._is_closed.is_set():
+            ready = dict(poller.poll())
+            if self._bell_fd in ready:
+                os.eventfd_read(self._bell_fd)
+            self._send_all(publisher, replay)
+            if replay is not None and replay in ready:
+                self._take_question(replay)
+        self._send_all(publisher, replay)
 
     def _send_all(self, publisher: "zmq.Socket[bytes]", replay: "zmq.Socket[bytes] | None") -> None:
         with contextlib.suppress(Empty):

@@ -1,6 +1,6 @@
 """What crosses the border between front ends and engine cores. msgspec values, msgpack on the wire, no pickle.
 
-Called by: core_client.py and cluster/dp_client.py in the front end, core_proc.py in the engine core.
+Called by: core_client.py and cluster/dp_client.py in the front end, core_loop.py in the engine core.
 Instants are `time.monotonic()` of the host: one clock for all its processes.
 """
 

@@ -38,7 +38,7 @@ class RequestBook:
         self._requests: dict[str, Request] = {}
         # The first admitted request of each group, as long as it runs.
         self._leaders: dict[str, Request] = {}
-        self._deadlines = DeadlineHeap()
+        self._deadlines = DeadlineHeap[Request](lambda request: request.status is RequestStatus.FINISHED)
         # What the workers hold and must drop: told with the next step.
         self._removed_request_ids: list[str] = []
 
@@ -54,12 +54,12 @@ class RequestBook:
 
     @property
     def next_deadline_at(self) -> float | None:
-        """The next deadline, at the earliest."""
+        """The next deadline."""
         return self._deadlines.next_at
 
     def pop_expired(self, now: float) -> list[Request]:
         """Name the unfinished requests whose deadline has passed, each once. The caller finishes them."""
-        return self._deadlines.pop_expired(now)
+        return self._deadlines.pop_due(now)
 
     def add(self, request: Request) -> None:
         """Let a new request wait; one with a grammar is blocked until it has it."""

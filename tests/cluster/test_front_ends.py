@@ -16,7 +16,6 @@ from phalanx.cluster.messages import (
     FleetUpdate,
     ToFrontEnd,
 )
-from phalanx.cluster.replay import MAX_FINGERPRINTS
 from phalanx.cluster.supervision import Supervision
 from phalanx.cluster.supervision_events import (
     ChildExited,
@@ -25,6 +24,7 @@ from phalanx.cluster.supervision_events import (
     RestartPolicy,
     Tick,
 )
+from phalanx.cluster.suspects import MAX_FINGERPRINTS
 from phalanx.engine.core_control import FrontEndGone
 from phalanx.shm.errors import QueueClosedError
 from phalanx.shm.number_table import NumberTable

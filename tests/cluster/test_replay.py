@@ -122,6 +122,51 @@ def test_a_request_that_waits_for_a_replica_ends_at_its_deadline(log: ReplayLog,
     log.check_invariants()
 
 
+@given(st.data())
+def test_each_request_ends_at_its_deadline_or_when_it_has_waited_long_enough(data: st.DataObject) -> None:
+    log = ReplayLog(wait_s=5.0)
+    due: dict[str, tuple[float, FinishReason]] = {}
+    deadlines: dict[str, float | None] = {}
+
+    def park(name: str, now: float) -> None:
+        deadline_at = deadlines[name]
+        is_hasty = deadline_at is not None and deadline_at < now + 5.0
+        due[name] = (deadline_at, FinishReason.TIMEOUT) if is_hasty else (now + 5.0, FinishReason.ERROR)
+
+    for now in range(40):
+        ended = log.expire(float(now))
+        over = {name for name, (due_at, _) in due.items() if due_at <= now}
+        for output in ended:
+            due_at, reason = due.pop(output.request_id)
+            assert output.finish_reason in ([reason] if due_at > now - 5 else (reason, FinishReason.ERROR))
+        assert {output.request_id for output in ended} == over
+        name = f"r{now}"
+        deadlines[name] = data.draw(st.none() | st.integers(now, now + 10).map(float))
+        request = msgspec.structs.replace(make_request(name, (now,)), deadline_at=deadlines[name])
+        match data.draw(st.sampled_from(["wait", "admit", "lose", "replay", "forget"])):
+            case "wait":
+                log.wait(request, float(now))
+                park(name, float(now))
+            case "admit":
+                log.admit(request, 0)
+                accept(log, tokens(name, 1))
+            case "lose":
+                log.lose(0, float(now))
+                for again in log.replayable():
+                    if again.request_id not in due:
+                        park(again.request_id, float(now))
+            case "replay" if due:
+                log.replayed(min(due), 0)
+                attempt = log._entries[min(due)].attempt
+                accept(log, tokens(min(due), 1, attempt=attempt))
+                del due[min(due)]
+            case "forget" if due:
+                log.forget(min(due))
+                del due[min(due)]
+        assert log.next_expiry_at() == min((due_at for due_at, _ in due.values()), default=None)
+        log.check_invariants()
+
+
 def test_a_request_that_comes_while_no_replica_serves_is_sent_to_the_first_that_does(log: ReplayLog) -> None:
     log.wait(make_request(), 1.0)
 

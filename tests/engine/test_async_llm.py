@@ -438,6 +438,24 @@ def test_what_happens_while_a_long_prompt_is_read_is_not_missed(inputs, event):
     asyncio.run(scenario())
 
 
+def test_starts_at_the_same_time_connect_once(inputs):
+    class SlowClient(HeldClient):
+        num_starts = 0
+
+        async def start(self):
+            self.num_starts += 1
+            await asyncio.sleep(0)
+
+    async def scenario():
+        client = SlowClient()
+        llm = AsyncLLM(client, inputs)
+        await asyncio.gather(llm.start(), llm.start())
+        await llm.close()
+        return client.num_starts
+
+    assert asyncio.run(scenario()) == 1
+
+
 def test_front_ends_that_share_an_engine_never_use_the_same_id(inputs):
     async def scenario():
         clients = [HeldClient(), HeldClient()]

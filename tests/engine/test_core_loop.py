@@ -9,7 +9,7 @@ import pytest
 from phalanx.engine.core import EngineCore
 from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, FrontEndGone
 from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput, Inbox, StopRequested
-from phalanx.engine.core_proc import EngineCoreLoop
+from phalanx.engine.core_loop import EngineCoreLoop
 from phalanx.engine.messages import (
     AdmittedMark,
     ClientHello,

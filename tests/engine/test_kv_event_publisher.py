@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from phalanx.engine.config import SchedulerConfig
+from phalanx.engine.core_io import ThreadFailed
 from phalanx.engine.kv_event_publisher import MAX_QUEUED, TOPIC, KVEventPublisher
 from phalanx.engine.kv_events import BlockStored, KVEventBatch
 from phalanx.shm.errors import ConfigError, TransportError
@@ -120,6 +121,19 @@ def test_an_address_that_is_taken_is_an_error_at_the_start(tmp_path, which):
         with pytest.raises(TransportError, match="cannot bind"):
             publisher.start()
         publisher.close()
+
+
+def test_a_thread_that_fails_says_so(tmp_path):
+    inbox = SimpleQueue()
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/pub", None, inbox)
+    publisher.start()
+
+    publisher.publish([msgspec.structs.replace(batch(1), events=[object()])])
+
+    failed = inbox.get(timeout=20)
+    assert isinstance(failed, ThreadFailed)
+    assert (failed.name, type(failed.error)) == ("kv-events", TypeError)
+    publisher.close()
 
 
 @pytest.mark.parametrize(

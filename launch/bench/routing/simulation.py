@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....cluster.load_table import LoadTable
-from ....engine.core_proc import STATS_INTERVAL_AT_REST_S, STATS_INTERVAL_S
+from ....engine.core_loop import STATS_INTERVAL_AT_REST_S, STATS_INTERVAL_S
 from ....engine.messages import EngineStats
 from ....engine.prefix_log import PrefixDelta
 from .load import Load, SimRequest

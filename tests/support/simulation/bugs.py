@@ -15,8 +15,9 @@ from phalanx.cluster.load_table import LoadTable
 from phalanx.cluster.messages import FleetUpdate, ReplicaState
 from phalanx.cluster.replay import ReplayLog
 from phalanx.cluster.supervision import ChildExited, Event, PublishFleet, Supervision, Tick
+from phalanx.cluster.suspects import Suspects, TrackedRequest, fingerprint
 from phalanx.engine.core_control import FrontEndGone
-from phalanx.engine.core_proc import EngineCoreLoop
+from phalanx.engine.core_loop import EngineCoreLoop
 from phalanx.engine.messages import (
     ClientHello,
     EngineCoreOutput,
@@ -103,30 +104,33 @@ def every_suspect_of_a_second_loss_is_blamed() -> Any:
 
     def lose(self: ReplayLog, dp_rank: int, now: float) -> list[EngineCoreOutput]:
         suspects = [
-            name
-            for name, entry in self._entries.items()
+            entry
+            for entry in self._entries.values()
             if entry.dp_rank == dp_rank and not entry.made_progress and entry.num_suspicions == 1
         ]
         outputs = original(self, dp_rank, now)
-        blamed = [self._blame(name) for name in suspects if name in self._entries]
-        return outputs + [output for more in blamed for output in more]
+        for entry in suspects:
+            if entry in self._entries.values():
+                self._suspects._blame(entry)
+                outputs += self._end_equals({fingerprint(entry.request)})
+        return outputs
 
     return patch.object(ReplayLog, "lose", lose)
 
 
 def progress_does_not_clear_a_suspect() -> Any:
-    original = ReplayLog._clear
+    original = Suspects.progressed
 
-    def clear(self: ReplayLog, request_id: str, entry: Any) -> None:
-        num_suspicions = entry.num_suspicions
-        original(self, request_id, entry)
-        entry.num_suspicions, entry.made_progress = num_suspicions, False
+    def progressed(self: Suspects, request: TrackedRequest) -> None:
+        num_suspicions = request.num_suspicions
+        original(self, request)
+        request.num_suspicions, request.made_progress = num_suspicions, False
 
-    return patch.object(ReplayLog, "_clear", clear)
+    return patch.object(Suspects, "progressed", progressed)
 
 
 def a_poisonous_request_is_tried_for_ever() -> Any:
-    return patch.object(ReplayLog, "_is_guilty", lambda self, request_id, *, is_alone: False)
+    return patch.object(Suspects, "_is_guilty", lambda self, request, *, is_alone: False)
 
 
 def parked_requests_never_expire() -> Any:

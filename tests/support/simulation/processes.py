@@ -14,7 +14,7 @@ from phalanx.cluster.load_table import LoadTable
 from phalanx.cluster.messages import FleetUpdate, FrontEndConnection, LoadSnapshot, ReplicaState
 from phalanx.engine.core_control import FrontEndGone
 from phalanx.engine.core_io import ClientOutputs
-from phalanx.engine.core_proc import EngineCoreLoop
+from phalanx.engine.core_loop import EngineCoreLoop
 from phalanx.engine.errors import PoisonousRequestError, ReplicaLostError
 from phalanx.engine.messages import (
     AbortRequests,
@@ -463,12 +463,10 @@ class SimulatedFrontEnd(SimulatedProcess):
         replay = self.client._replay
         replay.check_invariants()
         if replay._parked:
-            waited_s = self.cluster.world.now - min(
-                replay._entries[name].parked_at for name in replay._parked
-            )
+            waited_s = self.cluster.world.now - min(entry.parked_at for entry in replay._parked.values())
             if waited_s > self.cluster.schedule.wait_s + 1e-6:
                 raise Violation(f"a lost request waits since {waited_s:.3f} s")
-            if self.client.num_ready and replay._trial_id is None:
+            if self.client.num_ready and replay._suspects._trial is None:
                 raise Violation("lost requests wait, with a replica ready and nobody on trial")
         if self._is_draining and not self._open and self.is_alive:
             self.die(0)
