@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Sized
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from .input_processor import (
     ProcessedRequest,
     Prompt,
     RequestOptions,
+    check_text,
 )
 from .output_processor import OutputProcessor, RequestStream
 from .outputs import OutputKind, RequestOutput
@@ -157,6 +158,8 @@ class AsyncLLM:
         if self._error is not None:
             raise self._error
         assert self._task is not None, "start() first"
+        if request_id is not None:
+            check_text("request_id", request_id)
         engine_id = f"{self._prefix}-{next(self._ids)}"
         request_id = f"request-{engine_id}" if request_id is None else request_id
         if request_id in self._running:
@@ -285,7 +288,9 @@ class AsyncLLM:
             caller_id=request_id,
         )
         form = params.structured_outputs
-        is_long = len(prompt) > LONG_PROMPT or (form is not None and form.num_characters > LONG_FORM)
+        # What has no length is no prompt, and refused at once.
+        is_long = isinstance(prompt, Sized) and len(prompt) > LONG_PROMPT
+        is_long = is_long or (form is not None and form.num_characters > LONG_FORM)
         # Each bad word is tokenised twice.
         is_long = is_long or len(params.bad_words) > MANY_WORDS
         return await asyncio.to_thread(process) if is_long else process()

@@ -145,7 +145,7 @@ class InputProcessor:
         Raises InvalidRequestError that names the field at fault.
         """
         if isinstance(prompt, str):
-            _check_text("prompt", prompt)
+            check_text("prompt", prompt)
             # No tokenizer makes fewer tokens than this; text far beyond the context is not worth encoding.
             if len(prompt) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
                 raise prompt_too_long(f"{len(prompt)} characters", self.max_model_len)
@@ -197,7 +197,7 @@ class InputProcessor:
         budget = self.max_model_len - num_prompt_tokens
         for field, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
             for text in texts:
-                _check_text(field, text)
+                check_text(field, text)
         self._check_sampling(params)
         if params.bad_words:
             words = tuple(self._spell(word) for word in params.bad_words)
@@ -280,8 +280,13 @@ def prompt_too_long(length: str, max_model_len: int) -> InvalidRequestError:
     )
 
 
-def _check_text(field: str, text: str) -> None:
-    """Refuse half of a pair of UTF-16, which Python takes for a character and no tokenizer does."""
+def check_text(field: str, text: str) -> None:
+    """Refuse what is no text, or half of a pair of UTF-16, which Python takes for a character and no tokenizer does.
+
+    Raises InvalidRequestError that names the field.
+    """
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field} must be text", field=field)
     if text.isascii():
         return
     try:
@@ -300,17 +305,16 @@ def _check_options(options: RequestOptions) -> None:
         raise InvalidRequestError("dp_rank must be the number of a replica", field="dp_rank")
     for field, text in (("cache_salt", options.cache_salt), ("session_id", options.session_id)):
         if text is not None:
-            if not isinstance(text, str):
-                raise InvalidRequestError(f"{field} must be text", field=field)
-            _check_text(field, text)
+            check_text(field, text)
     salt = options.cache_salt
     if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARACTERS:
         raise InvalidRequestError(
             f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters", field="cache_salt"
         )
     timeout_s = options.timeout_s
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     # A NaN is in no range.
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
+    if timeout_s is not None and not (is_number and 0 < timeout_s < float("inf")):
         raise InvalidRequestError("timeout_s must be a positive number", field="timeout_s")
 
 

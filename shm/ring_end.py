@@ -176,6 +176,16 @@ class RingEnd:
         self.data.release()
         self._segment.close()
 
+    def _stats(self, used_bytes: int) -> RingStats:
+        return RingStats(
+            capacity=self.capacity,
+            num_readers=self.num_readers,
+            num_records=self._num_records,
+            num_bytes=self._num_bytes,
+            num_waits=self._num_waits,
+            used_bytes=used_bytes,
+        )
+
     def _advance(self, cursor: int, num_bytes: int) -> None:
         """Count a record of `num_bytes`; make `cursor` visible to the other side and wake who sleeps: steps 1 to 3."""
         self._num_records += 1

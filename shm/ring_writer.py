@@ -122,14 +122,7 @@ class RingWriter(RingEnd):
 
     def stats(self) -> RingStats:
         """Return counters and fill of this end."""
-        return RingStats(
-            capacity=self.capacity,
-            num_readers=self.num_readers,
-            num_records=self._num_records,
-            num_bytes=self._num_bytes,
-            num_waits=self._num_waits,
-            used_bytes=self._cursor - self._slowest_cursor(),
-        )
+        return self._stats(self._cursor - self._slowest_cursor())
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a cursor is where it cannot be."""

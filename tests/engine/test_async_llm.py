@@ -438,6 +438,27 @@ def test_what_happens_while_a_long_prompt_is_read_is_not_missed(inputs, event):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "request_id", "field"),
+    [
+        (None, "a", "prompt"),
+        (5, "a", "prompt"),
+        ([1], 5, "request_id"),
+        ([1], [], "request_id"),
+        ([1], "\ud800", "request_id"),
+    ],
+)
+def test_what_no_engine_core_could_read_is_refused_with_its_field(inputs, prompt, request_id, field):
+    async def scenario():
+        client = HeldClient()
+        async with AsyncLLM(client, inputs) as llm:
+            with pytest.raises(InvalidRequestError) as caught:
+                await collect_all(llm.generate(prompt, params(5), request_id))
+        return caught.value.field, client.requests
+
+    assert asyncio.run(scenario()) == (field, [])
+
+
 def test_starts_at_the_same_time_connect_once(inputs):
     class SlowClient(HeldClient):
         num_starts = 0

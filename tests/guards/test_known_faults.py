@@ -132,7 +132,14 @@ FAULTS: dict[str, list[str]] = {
     ],
     "what an engine core cannot decode waits for ever": [
         "engine/test_input_processor.py::"
-        "test_an_option_of_the_wrong_kind_is_refused_before_an_engine_core_sees_it"
+        "test_an_option_of_the_wrong_kind_is_refused_before_an_engine_core_sees_it",
+        "engine/test_async_llm.py::test_what_no_engine_core_could_read_is_refused_with_its_field",
+    ],
+    "the thread that publishes KV events dies and nobody hears of it": [
+        "engine/test_kv_event_publisher.py::test_a_thread_that_fails_says_so"
+    ],
+    "an engine that two tasks start at once is connected twice": [
+        "engine/test_async_llm.py::test_starts_at_the_same_time_connect_once"
     ],
     "requests of a front end that is dead run for nobody": [
         "engine/test_core_loop.py::"

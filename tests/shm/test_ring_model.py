@@ -284,11 +284,8 @@ class RecordingWords:
     def cells(self) -> Cells:
         return self
 
-    def __getitem__(self, index: int) -> int:
-        return self.load(index)
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self.store(index, value)
+    __getitem__ = load
+    __setitem__ = store
 
     def address(self, index: int) -> int:
         return index * 8

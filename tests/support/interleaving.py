@@ -144,22 +144,19 @@ class BufferedWords:
                     return value
         return self._words.load(index)
 
-    @property
-    def cells(self) -> Cells:
-        return self
-
-    def __getitem__(self, index: int) -> int:
-        return self.load(index)
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self.store(index, value)
-
     def store(self, index: int, value: int) -> None:
         if not self._interleaving.is_inside():
             self._words.store(index, value)
             return
         self._interleaving.point()
         self._interleaving.buffer().append((self._words, index, value))
+
+    @property
+    def cells(self) -> Cells:
+        return self
+
+    __getitem__ = load
+    __setitem__ = store
 
     def address(self, index: int) -> int:
         return self._words.address(index)
