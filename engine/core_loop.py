@@ -56,7 +56,8 @@ STATS_INTERVAL_AT_REST_S = 2.0
 
 
 class EngineCoreLoop:
-    """The main thread's loop. `run` returns after a stop, and raises ProcessError when the replica is lost.
+    """The main thread's loop. `run` returns after a stop, and raises ProcessError when the replica is lost, and
+    RuntimeError when a thread of this process has failed.
 
     slot:        where it says what it does; None: nowhere
     tell_parent: takes the answers to what the parent asked
@@ -86,6 +87,7 @@ class EngineCoreLoop:
         self._dp_rank = dp_rank
         self._epoch = epoch
         self._clock = clock
+        # By front end: the one that is connected, or the first that may come. What older ones have sent is dropped.
         self._incarnations: dict[int, int] = {}
         # The number of the last request of each front end: told together with the counts that include it.
         self._admitted: dict[int, int] = {}

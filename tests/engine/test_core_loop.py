@@ -8,7 +8,14 @@ import pytest
 
 from phalanx.engine.core import EngineCore
 from phalanx.engine.core_control import ControlKind, CoreControl, CoreControlDone, FrontEndGone
-from phalanx.engine.core_io import ClientOutputs, CoreInput, CoreOutput, Inbox, StopRequested
+from phalanx.engine.core_io import (
+    ClientOutputs,
+    CoreInput,
+    CoreOutput,
+    Inbox,
+    StopRequested,
+    ThreadFailed,
+)
 from phalanx.engine.core_loop import EngineCoreLoop
 from phalanx.engine.messages import (
     AdmittedMark,
@@ -98,6 +105,22 @@ def test_what_the_parent_asks_while_a_step_is_under_way_is_done_after_it(
     assert core.num_unfinished_requests == 0
     # The token of the step that was under way was made before, and is not lost.
     assert len([token for one in said for token in one.new_token_ids]) >= 3
+
+
+def test_a_loop_ends_with_any_thread_that_it_needs() -> None:
+    inbox: Inbox = SimpleQueue()
+    executor = FakeExecutor()
+    core = EngineCore(make_engine_config(), executor, executor.start())
+    loop = EngineCoreLoop(
+        core, inbox, CoreInput("ipc:///nowhere", inbox), KeptOutput(inbox), dp_rank=0, epoch=0
+    )
+    cause = TypeError("no")
+    inbox.put(ThreadFailed("kv-events", cause))
+
+    with pytest.raises(RuntimeError, match="thread kv-events failed: no") as caught:
+        loop.run()
+
+    assert caught.value.__cause__ is cause
 
 
 @pytest.mark.parametrize("order", ["gone first", "hello first", "gone unseen"])

@@ -40,9 +40,10 @@ class FewRowsTuning:
 def is_faster(rows: int, outputs: int, inputs: int) -> bool:
     """Say whether `product_of_few_rows` was measured to be faster than cuBLAS on an H200, each behind a norm.
 
-    With 8, 24 and 64 rows: 5.1, 5.1 and 5.4 µs instead of 6.4 to 6.5 for 1024 -> 4096; 5.9, 6.2 and 6.5 instead of
-    6.9 to 7.3 for 1024 -> 6144; 16.3, 17.0 and 18.4 instead of 19.3, 18.3 and 18.6 for 4096 -> 6144. Of 4096 -> 28672
-    cuBLAS reads 92 % of what the card can, and this is slower.
+    launch/bench/results/1x-h200-kernels-2026-11.md, with 8, 24 and 64 rows: 5.2, 5.4 and 5.7 µs instead of 6.3 to 6.5
+    for 1024 -> 4096; 6.0, 6.2 and 6.6 instead of 7.1 to 7.4 for 1024 -> 6144; with 8 and 24 rows 16.7 and 17.2 instead
+    of 18.1 and 18.7 for 4096 -> 6144. With more rows that one is as fast by cuBLAS; and 4096 -> 28672 is faster by it,
+    which reads 92 % of what the card can.
     """
     if not MIN_ROWS <= rows <= MAX_ROWS or outputs < 4096 or inputs % 8 != 0 or inputs < 512:
         return False
@@ -52,9 +53,10 @@ def is_faster(rows: int, outputs: int, inputs: int) -> bool:
 def tuning_for_parts(rows: int, outputs: int, inputs: int) -> FewRowsTuning | None:
     """Return the layout for a product and a norm that were measured to be faster so on an H200; None: they were not.
 
-    Together, with 8, 24 and 64 rows: 4.8, 5.3 and 5.5 µs instead of 7.0 for 2048 -> 1024; 5.4, 5.7 and 6.0 instead of
-    7.6 to 8.1 for 3072 -> 1024; 12, 13 and 13 instead of 14 for 4096 -> 4096; 32, 34 and 35 instead of 33, 36 and 39
-    for 14336 -> 4096. With more rows cuBLAS is as fast or faster.
+    launch/bench/results/1x-h200-kernels-2026-11.md, both, with 8, 24 and 64 rows: 4.8, 5.0 and 5.5 µs instead of 7.0
+    for 2048 -> 1024; 5.3, 5.5 and 6.0 instead of 7.5 to 8.1 for 3072 -> 1024; 12.0, 12.4 and 13.0 instead of 14.0 to
+    14.5 for 4096 -> 4096; 32.8, 33.4 and 34.9 instead of 34.4, 35.3 and 38.9 for 14336 -> 4096. With more rows cuBLAS
+    is as fast or faster.
     """
     has_long_rows = inputs >= 2 * outputs or (inputs >= outputs and outputs * inputs >= 1 << 24)
     if not MIN_ROWS <= rows <= MAX_ROWS or outputs > 4096 or inputs % 8 != 0 or not has_long_rows:
