@@ -113,7 +113,10 @@ class EchoReplica:
         found: dict[str, int] = {}
         for task in Path(f"/proc/{self.core.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                except (FileNotFoundError, ProcessLookupError):  # it has left since it was listed
+                    continue
                 role = next((word for word in command if word.startswith(b"dp0 tp")), None)
                 title = b"".join(command).removeprefix(b"phalanx ")
                 found[(role or title).decode()] = int(pid)
