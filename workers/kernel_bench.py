@@ -5,7 +5,7 @@ Caches and weights rotate, so that each launch finds its own cold, as a layer do
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -78,10 +78,7 @@ def measure_small_products(rows: Sequence[int] = (1, 2, 4)) -> list[KernelTime]:
                 "silu_gemv": partial(silu_gemv, gate_up),
                 "cublas": partial(F.linear, x),
             }
-            for name, run in runs.items():
-                times.append(
-                    _kernel_time(name, num_rows, weights, [partial(run, weight) for weight in weights])
-                )
+            times += _product_times(num_rows, weights, runs)
     return times
 
 
@@ -99,17 +96,19 @@ def measure_products_and_norms(rows: Sequence[int] = FEW_ROWS) -> list[KernelTim
                 "in parts, norm": partial(product_in_parts, x, tuning=tuning),
                 "cublas, norm": partial(F.linear, x),
             }
-            for name, product in products.items():
-                runs = [partial(_product_and_norm, product, weight, residual, norm) for weight in weights]
-                times.append(_kernel_time(name, num_rows, weights, runs))
+            runs = {
+                name: partial(_product_and_norm, product, residual, norm)
+                for name, product in products.items()
+            }
+            times += _product_times(num_rows, weights, runs)
     return times
 
 
 def _product_and_norm(
     product: Callable[[torch.Tensor], torch.Tensor],
-    weight: torch.Tensor,
     residual: torch.Tensor,
     norm: torch.Tensor,
+    weight: torch.Tensor,
 ) -> None:
     add_rms_norm(product(weight), residual, norm, 1e-6)
 
@@ -127,18 +126,20 @@ def measure_norms_and_products(rows: Sequence[int] = FEW_ROWS) -> list[KernelTim
             }
             if is_faster(num_rows, outputs, inputs):
                 products["norm, few rows"] = product_of_few_rows
-            for name, product in products.items():
-                runs = [partial(_norm_and_product, product, weight, x, residual, norm) for weight in weights]
-                times.append(_kernel_time(name, num_rows, weights, runs))
+            runs = {
+                name: partial(_norm_and_product, product, x, residual, norm)
+                for name, product in products.items()
+            }
+            times += _product_times(num_rows, weights, runs)
     return times
 
 
 def _norm_and_product(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    weight: torch.Tensor,
     x: torch.Tensor,
     residual: torch.Tensor,
     norm: torch.Tensor,
+    weight: torch.Tensor,
 ) -> None:
     normalized, _ = add_rms_norm(x, residual, norm, 1e-6)
     product(normalized, weight)
@@ -156,16 +157,20 @@ def _rows(num_rows: int, size: int) -> torch.Tensor:
     return torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda")
 
 
-def _kernel_time(
-    kernel: str, num_rows: int, weights: Sequence[torch.Tensor], runs: Sequence[Callable[[], Any]]
-) -> KernelTime:
+def _product_times(
+    num_rows: int, weights: Sequence[torch.Tensor], runs: Mapping[str, Callable[[torch.Tensor], Any]]
+) -> list[KernelTime]:
+    """runs: by kernel, what is timed with each weight in turn."""
     outputs, inputs = weights[0].shape
-    return KernelTime(
-        kernel=kernel,
-        shape=f"{num_rows} × {inputs} → {outputs}",
-        time_us=time_in_graph_us(runs),
-        num_bytes=weights[0].nbytes,
-    )
+    return [
+        KernelTime(
+            kernel=kernel,
+            shape=f"{num_rows} × {inputs} → {outputs}",
+            time_us=time_in_graph_us([partial(run, weight) for weight in weights]),
+            num_bytes=weights[0].nbytes,
+        )
+        for kernel, run in runs.items()
+    ]
 
 
 def time_in_graph_us(runs: Sequence[Callable[[], Any]]) -> float:

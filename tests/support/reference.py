@@ -43,7 +43,8 @@ def greedy_tokens(
 def _batches(prompts: Sequence[list[int]]) -> list[list[int]]:
     """Short prompts together, filled up on the left: a step costs as much for one as for all. Longer ones alone."""
     short = [index for index, prompt in enumerate(prompts) if len(prompt) <= SHORT]
-    return [short] * bool(short) + [[index] for index in range(len(prompts)) if index not in short]
+    alone = [[index] for index, prompt in enumerate(prompts) if len(prompt) > SHORT]
+    return [short, *alone] if short else alone
 
 
 def greedy_texts(

@@ -1,8 +1,8 @@
 """Products of five to 64 rows with a large weight in Triton, for Hopper: what decode at middling batches is made of.
 
-Called by: kernels/ops.py and kernels/linear.py, for the shapes where this was measured to be faster than cuBLAS. So few
-rows are multiplied in less time than the weight takes to come from memory, for which every multiprocessor must read.
-Tiles of the weight are copied by its descriptor, and a program has the sums of its tile for all rows.
+Called by: kernels/ops.py, on the worker's main thread, for the shapes where this was measured to be faster than cuBLAS.
+So few rows are multiplied in less time than the weight takes to come from memory, for which every multiprocessor must
+read. Tiles of the weight are copied by its descriptor, and a program has the sums of its tile for all rows.
 
 Where a weight has too few rows to employ all multiprocessors, its columns are dealt out as well, and each program has a
 part of every sum only. cuBLAS adds the parts up in a kernel of its own, or reads with too few. Here the norm that comes
