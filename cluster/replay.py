@@ -157,7 +157,10 @@ class ReplayLog:
         for entry in lost:
             self._park_again(entry, now)
         guilty = self._suspects.judge(dp_rank, lost)
-        return [] if guilty is None else self._end_equals({fingerprint(guilty.request)})
+        if guilty is None:
+            return []
+        # The one that did it ends before those that only ask the same.
+        return [self._end_poisonous(guilty), *self._end_equals({fingerprint(guilty.request)})]
 
     @property
     def on_trial(self) -> int | None:
@@ -256,10 +259,13 @@ class ReplayLog:
     def _end_equals(self, fingerprints: Container[bytes]) -> list[EngineCoreOutput]:
         """End the parked requests that are blamed, or equal to one that is."""
         equals = [entry for entry in self._parked.values() if fingerprint(entry.request) in fingerprints]
-        return [self._end(entry, FinishReason.ERROR, _POISONOUS, is_poisonous=True) for entry in equals]
+        return [self._end_poisonous(entry) for entry in equals]
+
+    def _end_poisonous(self, entry: TrackedRequest) -> EngineCoreOutput:
+        return self._end(entry, FinishReason.ERROR, _POISONOUS, is_poisonous=True)
 
     def _end(
-        self, entry: _Entry, finish_reason: FinishReason, why: str = "", *, is_poisonous: bool = False
+        self, entry: TrackedRequest, finish_reason: FinishReason, why: str = "", *, is_poisonous: bool = False
     ) -> EngineCoreOutput:
         self._remove(entry)
         return EngineCoreOutput(
@@ -270,7 +276,7 @@ class ReplayLog:
             is_poisonous=is_poisonous,
         )
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: TrackedRequest) -> None:
         self._suspects.withdrawn(entry)
         self._parked.pop(entry.request.request_id, None)
         del self._entries[entry.request.request_id]

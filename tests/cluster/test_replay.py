@@ -307,6 +307,19 @@ def test_equal_requests_that_are_lost_together_end_together(log: ReplayLog) -> N
     assert all(output.is_poisonous for output in ended)
 
 
+def test_the_guilty_one_ends_before_its_equals(log: ReplayLog) -> None:
+    """Though it was parked after one that had been lost with another replica."""
+    log.admit(make_request("guilty"), 0)
+    lose_and_replay(log, 0)
+    log.admit(make_request("equal"), 1)
+    assert log.lose(1, now=1.0) == []
+
+    ended = log.lose(0, now=1.0)
+
+    assert [output.request_id for output in ended] == ["guilty", "equal"]
+    log.check_invariants()
+
+
 def test_a_request_that_makes_progress_is_never_blamed(log: ReplayLog) -> None:
     log.admit(make_request(), 0)
 
