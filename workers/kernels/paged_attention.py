@@ -28,27 +28,32 @@ def paged_attention(
     returns           [num_tokens, num_heads, head_size]
     """
     k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    if len(groups) == 1 and groups[0].is_whole:
+        return _attend(q, k_slots, v_slots, groups[0], scale)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for group in groups:
-        queries = q if group.is_whole else q.index_select(0, group.query_index)
-        # [R * Q, num_heads, head_size]
-        if _is_for_row_attention(q, group):
-            num_kv_heads = k_cache.shape[2]
-            index = group.head_index(num_kv_heads, q.shape[1] // num_kv_heads)
-            result = row_attention(queries, k_slots, v_slots, index, scale=scale)
-        else:
-            k, v = _read(k_slots, group), _read(v_slots, group)
-            # A long row has G times the mask when its group is folded, so its group goes into the batch instead.
-            attend = _attend_in_batch if group.num_rows == 1 and group.query_len > 1 else _attend_folded
-            result = attend(queries, k, v, group, scale)
-        if group.is_whole:
-            return result
+        queries = q.index_select(0, group.query_index)
+        result = _attend(queries, k_slots, v_slots, group, scale)
         if group.output_index is None:
             output.index_copy_(0, group.query_index, result)
         else:
             real = group.output_index
             output.index_copy_(0, group.query_index.index_select(0, real), result.index_select(0, real))
     return output
+
+
+def _attend(
+    q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor, group: AttentionGroup, scale: float
+) -> torch.Tensor:
+    """One group. q: [R * Q, num_heads, head_size]; k_slots, v_slots: [num_slots, num_kv_heads, head_size]."""
+    if _is_for_row_attention(q, group):
+        num_kv_heads = k_slots.shape[1]
+        index = group.head_index(num_kv_heads, q.shape[1] // num_kv_heads)
+        return row_attention(q, k_slots, v_slots, index, scale=scale)
+    k, v = _read(k_slots, group), _read(v_slots, group)
+    # A long row has G times the mask when its group is folded, so its group goes into the batch instead.
+    attend = _attend_in_batch if group.num_rows == 1 and group.query_len > 1 else _attend_folded
+    return attend(q, k, v, group, scale)
 
 
 def _is_for_row_attention(q: torch.Tensor, group: AttentionGroup) -> bool:

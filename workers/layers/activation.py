@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from ..kernels.ops import gated_gelu, gated_silu
 from ..transformer_config import Activation
+from .plain_module import PlainModule
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: gated_silu,
@@ -14,7 +14,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class GatedActivation(nn.Module):
+class GatedActivation(PlainModule):
     """[num_tokens, 2 * columns] (gate, then up) -> [num_tokens, columns]."""
 
     def __init__(self, kind: Activation) -> None:

@@ -6,12 +6,12 @@ Called by: the models, once per layer and step.
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..attention.backend import AttentionBackend
 from ..forward_context import ForwardContext
 from ..kernels.kv_cache import write_kv
 from ..kernels.paged_attention import paged_attention
+from .plain_module import PlainModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class LayerKVCache:
     group: int = 0
 
 
-class PagedAttention(nn.Module):
+class PagedAttention(PlainModule):
     """q [num_tokens, num_heads, head_size]; k, v [num_tokens, num_kv_heads, head_size] -> like q.
 
     scale:   of the products of queries and keys; None: the inverse square root of the head size

@@ -7,18 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ..forward_context import ForwardContext
 from ..transformer_config import TransformerConfig
 from .attention import LayerKVCache
 from .mlp import GatedMLP
 from .norm import RMSNorm
+from .plain_module import PlainModule
 from .self_attention import SelfAttention
 from .shard import TensorShard
 
 
-class DecoderLayer(nn.Module, ABC):
+class DecoderLayer(PlainModule, ABC):
     """One layer. Takes and returns (hidden states, residual), each [num_tokens, hidden_size]; their sum counts."""
 
     @abstractmethod

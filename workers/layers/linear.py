@@ -13,11 +13,18 @@ import torch
 from torch import nn
 
 from ..kernels.linear import linear, pack_weight
-from ..kernels.ops import gated_silu, is_small_product_of_silu, product_in_parts, small_product_of_silu
+from ..kernels.ops import (
+    gated_silu,
+    is_fused,
+    is_small_product_of_silu,
+    product_in_parts,
+    small_product_of_silu,
+)
 from ..kernels.packed_weight import PackedWeight
 from ..partition import RankShare
 from ..span import Span
 from ..tp_group import TensorParallelGroup
+from .plain_module import PlainModule
 from .shard import TensorShard, split_tensor, whole_tensor
 
 
@@ -30,7 +37,7 @@ class Column:
     span: Span
 
 
-class StoredWeight(nn.Module):
+class StoredWeight(PlainModule):
     """A weight [outputs, inputs]: as loaded at first, later perhaps packed, and then the parameter is empty."""
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
@@ -40,7 +47,7 @@ class StoredWeight(nn.Module):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [num_tokens, inputs], bias [outputs] -> [num_tokens, outputs]."""
-        return linear(x, self.weight if self.packed is None else self.packed, bias)
+        return linear(x, self.weight, bias) if self.packed is None else self.packed.product(x, bias)
 
     def pack(self) -> None:
         """Store the loaded weight as the device likes it; `shards` is of no use afterwards."""
@@ -159,7 +166,7 @@ class RowParallelLinear(StoredWeight):
 
     def project_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Project SiLU of the gate times up, [num_tokens, 2 * span.size], in one kernel where there are few rows."""
-        if is_small_product_of_silu(gate_up, self.weight):
+        if is_fused(gate_up) and is_small_product_of_silu(gate_up, self.weight):
             return self.group.all_reduce(small_product_of_silu(gate_up, self.weight, self.own_bias))
         result: torch.Tensor = self(gated_silu(gate_up))
         return result

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ..partition import Partition
 from ..tp_group import TensorParallelGroup
 from ..transformer_config import Activation, TransformerConfig
 from .activation import GatedActivation
 from .linear import MergedColumnParallelLinear, RowParallelLinear
+from .plain_module import PlainModule
 from .shard import TensorShard
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(PlainModule):
     """[num_tokens, hidden_size] -> the same: down(activation(gate) * up)."""
 
     def __init__(

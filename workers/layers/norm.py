@@ -6,13 +6,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..kernels.ops import add_rms_norm, is_small_product_of_norm, small_product_of_norm
+from ..kernels.ops import add_rms_norm, is_fused, is_small_product_of_norm, small_product_of_norm
 from ..kernels.rms_norm import offset_rms_norm, rms_norm
 from .linear import ColumnParallelLinear
+from .plain_module import PlainModule
 from .shard import TensorShard, whole_tensor
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(PlainModule):
     """Normalise the last dimension, of `size`."""
 
     is_offset: ClassVar[bool] = False
@@ -33,7 +34,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, projection: ColumnParallelLinear
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the projection of the normalised sum, and the sum; one kernel where there are few rows."""
-        if x.dim() == 2 and is_small_product_of_norm(x, projection.weight):
+        if is_fused(x) and x.dim() == 2 and is_small_product_of_norm(x, projection.weight):
             return small_product_of_norm(
                 x,
                 residual,

@@ -6,7 +6,6 @@ Called by: the models, which say what their family has of it: biases, norms of q
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ..forward_context import ForwardContext
 from ..kernels.ops import is_fused, rotate_and_store
@@ -16,11 +15,12 @@ from ..transformer_config import TransformerConfig
 from .attention import LayerKVCache, PagedAttention
 from .linear import AttentionOutputLinear, QKVParallelLinear
 from .norm import RMSNorm
+from .plain_module import PlainModule
 from .rotary import rotate
 from .shard import TensorShard
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(PlainModule):
     """[num_tokens, hidden_size] -> the same.
 
     angles:      as `RotaryEmbedding.angles` gives them
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """What follows `qkv_proj`."""
         # [num_tokens, heads, head_size]
-        qkv = qkv.unflatten(-1, (-1, self.head_size))
+        qkv = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_size)
         if is_fused(qkv):
             output = self._attend_fused(qkv, angles, kv_cache, context)
         else:
@@ -127,7 +127,7 @@ class SelfAttention(nn.Module):
         kv_cache: LayerKVCache,
         context: ForwardContext,
     ) -> torch.Tensor:
-        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        qk, v = qkv.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is None or self.k_norm is None:
             q, k = self._split(rotate(qk, *angles))
         else:
@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
         return output
 
     def _split(self, qk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+        q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         return q, k
 
     def shards(self, name: str) -> Iterator[TensorShard]:
