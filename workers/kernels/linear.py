@@ -1,4 +1,4 @@
-"""Product with a weight that stays, stored as the device likes it.
+"""Product with a weight that stays: packed as the device likes it, or as it was loaded.
 
 Called by: layers/linear.py and layers/embedding.py.
 """
@@ -35,12 +35,8 @@ def _has_products_of(dtype: torch.dtype) -> bool:
     )
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [rows, inputs], weight [outputs, inputs], bias [outputs] -> [rows, outputs] of the dtype of x."""
-    if isinstance(weight, PackedWeight):
-        return weight.product(x, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, inputs], weight [outputs, inputs] as loaded, bias [outputs] -> [rows, outputs] of the dtype of x."""
     if is_small_product(x, weight):
         return small_product(x, weight, bias)
     if bias is None and is_product_of_few_rows(x, weight):

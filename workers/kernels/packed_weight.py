@@ -1,7 +1,7 @@
 """Weights on CPU, stored as its matrix products like to read them.
 
-Called by: kernels/linear.py. A product of few rows, as in decode, is bound by how fast its weight comes from memory:
-both layouts hold it in blocks that are read in one run.
+Made by: kernels/linear.py. Called by: layers/linear.py and layers/embedding.py. A product of few rows, as in decode, is
+bound by how fast its weight comes from memory: both layouts hold it in blocks that are read in one run.
 """
 
 import math
@@ -38,9 +38,7 @@ class OneDnnWeight(PackedWeight):
         self.nbytes = weight.nbytes
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, self._blocks, bias, "none", [], ""
-        )
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
         return result
 
 
@@ -55,7 +53,7 @@ class HalfWeight(PackedWeight):
     below 2^-14. Of bfloat16 that leaves what is below 2^-32 of the largest: off by 2^-40 of it at most.
     """
 
-    # Without the overload's own call, which looks for what only a tracer passes: 13 calls in Python.
+    # Without the overload's own call, which looks for what only a tracer passes: a dozen calls in Python.
     _multiply = staticmethod(torch.ops.quantized.linear_dynamic_fp16.default._op)
 
     MAX_EXPONENT: ClassVar[int] = 100
@@ -85,7 +83,7 @@ class HalfWeight(PackedWeight):
         # Exact, and cheaper here than on the outputs, which most weights have more of.
         scaled = x.float().mul(self._inverse_scale)
         # torch would ask the blocks for `__torch_function__`, and a TorchScript object that has no such attribute
-        # throws: 15 us, about half of a product of few rows.
+        # throws: 15 us a call.
         with torch._C.DisableTorchFunctionSubclass():
             wide: torch.Tensor = self._multiply(scaled, self._blocks)
         return (wide if bias is None else wide.add_(bias)).to(x.dtype)

@@ -66,7 +66,7 @@ def row_attention(
     # [R, H * G, D] -> [R * H, G, D]
     queries = q.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_size)
     weights = torch.baddbmm(index.mask, queries, k.transpose(1, 2), alpha=scale).softmax(-1)
-    # torch's own function below `F.embedding_bag`, whose checks are as many calls in Python.
+    # What `F.embedding_bag` calls in the end, without its checks: they are calls in Python, in each layer.
     output, *_ = torch.embedding_bag(
         v_cache.view(-1, head_size),
         index.values,

@@ -91,7 +91,7 @@ class ParallelHead(nn.Module):
 
     def own_columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> this rank's logits [rows, span.size], perhaps none."""
-        return linear(hidden, self.weight if self._packed is None else self._packed)
+        return linear(hidden, self.weight) if self._packed is None else self._packed.product(hidden, None)
 
     def pack(self) -> int:
         """Store the loaded weight as the device likes it; return the bytes that this takes in addition.

@@ -13,13 +13,7 @@ import torch
 from torch import nn
 
 from ..kernels.linear import linear, pack_weight
-from ..kernels.ops import (
-    gated_silu,
-    is_fused,
-    is_small_product_of_silu,
-    product_in_parts,
-    small_product_of_silu,
-)
+from ..kernels.ops import gated_silu, is_small_product_of_silu, product_in_parts, small_product_of_silu
 from ..kernels.packed_weight import PackedWeight
 from ..partition import RankShare
 from ..span import Span
@@ -166,7 +160,7 @@ class RowParallelLinear(StoredWeight):
 
     def project_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Project SiLU of the gate times up, [num_tokens, 2 * span.size], in one kernel where there are few rows."""
-        if is_fused(gate_up) and is_small_product_of_silu(gate_up, self.weight):
+        if is_small_product_of_silu(gate_up, self.weight):
             return self.group.all_reduce(small_product_of_silu(gate_up, self.weight, self.own_bias))
         result: torch.Tensor = self(gated_silu(gate_up))
         return result

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..kernels.ops import add_rms_norm, is_fused, is_small_product_of_norm, small_product_of_norm
+from ..kernels.ops import add_rms_norm, is_small_product_of_norm, small_product_of_norm
 from ..kernels.rms_norm import offset_rms_norm, rms_norm
 from .linear import ColumnParallelLinear
 from .plain_module import PlainModule
@@ -34,7 +34,7 @@ class RMSNorm(PlainModule):
         self, x: torch.Tensor, residual: torch.Tensor | None, projection: ColumnParallelLinear
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the projection of the normalised sum, and the sum; one kernel where there are few rows."""
-        if is_fused(x) and x.dim() == 2 and is_small_product_of_norm(x, projection.weight):
+        if x.dim() == 2 and is_small_product_of_norm(x, projection.weight):
             return small_product_of_norm(
                 x,
                 residual,
