@@ -4,7 +4,10 @@ Called by: the model runner makes it, on the device and without waiting for it; 
 one new token, decoding ones, stand first, so that a backend may compute them and the others in two calls.
 
     rows      0 .. num_decode_rows        one new token each, or padding of a CUDA graph
-              num_decode_rows .. num_rows prompts and parts of them
+              num_decode_rows .. num_rows prompts and parts of them, or padding
+
+The token of a decoding row stands at the row's own number among the tokens of the step. A CUDA graph has more decoding
+rows than the step: then the tokens of prompts begin at the number of the first row of padding.
 """
 
 from dataclasses import dataclass
@@ -16,11 +19,12 @@ import torch
 class PagedRows:
     """One step.
 
-    prompt_starts: [num_rows - num_decode_rows + 1] int32, where each prompt's new tokens begin among those of prompts
+    prompt_starts: [num_rows - num_decode_rows + 1] int32, where each prompt's new tokens begin among all of the step,
+                   and the last one's end; one of padding has none
     kv_lens:       [num_rows] int32, tokens of each row after this step; 0: the row is padding, of which nothing is read
     block_tables:  of each KV cache group, [num_rows, max_blocks] int32; entries beyond a row's blocks, or before its
                    window, are not read
-    max_query_len, max_kv_len: of the rows, known on the host; in a CUDA graph max_kv_len is what any row may reach
+    max_query_len, max_kv_len: of the rows, known on the host; in a CUDA graph what any row may reach
     """
 
     num_rows: int

@@ -69,7 +69,8 @@ def make_step_tensors(
 def _prompt_starts(step: StepInput) -> npt.NDArray[np.int64]:
     """Rows of one new token stand first."""
     lens = step.rows.query_lens
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens[lens > 1])])
+    num_decode = int((lens == 1).sum())
+    return np.concatenate([[num_decode], num_decode + np.cumsum(lens[num_decode:])])
 
 
 def _paged_context(

@@ -21,7 +21,7 @@ def step_rows(rows: PagedRows) -> StepPagedRows:
     return StepPagedRows(
         num_rows=len(rows.query_lens),
         num_decode_rows=num_decode,
-        prompt_starts=rows.query_starts[num_decode:] - num_decode,
+        prompt_starts=rows.query_starts[num_decode:],
         kv_lens=rows.kv_lens,
         block_tables=(torch.full_like(rows.block_tables, -1), rows.block_tables),
         max_query_len=max(rows.query_lens),
@@ -47,8 +47,9 @@ def reference(
 ) -> torch.Tensor:  # fmt: skip
     """What a flash-attention package computes, by the support's plain softmax."""
     assert math.isclose(scale, q.shape[2] ** -0.5)
+    begin, end = int(starts[0]), int(starts[-1])
     rows = PagedRows(
-        q=q,
+        q=q[begin:end],
         k_cache=k,
         v_cache=v,
         block_tables=table,
@@ -56,7 +57,9 @@ def reference(
         kv_lens=kv_lens,
         window=None if window_size == (-1, -1) else window_size[0] + 1,
     )
-    return rows.expected().to(q.dtype)
+    result = torch.full_like(q, math.nan)
+    result[begin:end] = rows.expected().to(q.dtype)
+    return result
 
 
 def flash_attn_with_kvcache(
@@ -114,6 +117,41 @@ def test_a_step_of_both_kinds_of_rows(name: str, lens: list[tuple[int, int]], wi
     is_real = ~expected.isnan().any(-1).any(-1)
     assert backend.name == name
     assert relative_error(result[is_real], expected[is_real]) < tolerance(torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_recorded_step_has_rows_and_tokens_of_padding(window: int | None) -> None:
+    rows = make_paged_rows(
+        [(1, 20), (20, 31), (3, 3)],
+        num_kv_heads=2,
+        group=2,
+        head_size=64,
+        block_size=16,
+        window=window,
+        device=DEVICE,
+    )
+    q = torch.nn.functional.pad(rows.q, (0, 0, 0, 0, 0, 6), value=math.nan)
+    # Room for five decoding rows and four prompts.
+    places = torch.tensor([0, 5, 6])
+    kv_lens = torch.zeros(9, dtype=torch.int32)
+    kv_lens[places] = rows.kv_lens.cpu()
+    tables = torch.full((9, rows.block_tables.shape[1]), -1, dtype=torch.int32, device=DEVICE)
+    tables[places] = rows.block_tables
+    padded = StepPagedRows(
+        num_rows=9,
+        num_decode_rows=5,
+        prompt_starts=torch.tensor([1, 21, 24, 24, 24], dtype=torch.int32, device=DEVICE),
+        kv_lens=kv_lens.to(DEVICE),
+        block_tables=(tables,),
+        max_query_len=30,
+        max_kv_len=1000,
+    )
+
+    result = TritonAttention(shape_of(rows)).attend(
+        q, rows.k_cache, rows.v_cache, padded, 0, scale=rows.scale, window=window
+    )
+
+    assert relative_error(result[:24], rows.expected()) < tolerance(torch.float32)
 
 
 def test_a_cpu_has_plain_torch() -> None:

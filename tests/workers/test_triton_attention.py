@@ -51,10 +51,9 @@ def check_decode(rows: PagedRows, tuning: DecodeTuning) -> None:
 
 
 def check_prefill(rows: PagedRows) -> None:
-    out = torch.full_like(rows.q, torch.nan)
-    prefill_attention(
+    out = prefill_attention(
         rows.q, rows.k_cache, rows.v_cache, rows.block_tables, rows.kv_lens, rows.query_starts,
-        max_query_len=max(rows.query_lens), scale=rows.scale, window=rows.window, out=out,
+        max_query_len=max(rows.query_lens), scale=rows.scale, window=rows.window,
     )  # fmt: skip
     assert relative_error(out, rows.expected()) < tolerance(rows.q.dtype)
 

@@ -47,7 +47,7 @@ class SeenCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLens:
-    """How many new tokens the rows of a prefill have. query_starts: [num_rows + 1] int32, from 0 on, on the device."""
+    """Where the new tokens of a prefill's rows stand. query_starts: [num_rows + 1] int32, on the device."""
 
     query_starts: torch.Tensor
     max_query_len: int
@@ -55,9 +55,13 @@ class PromptLens:
 
 
 class AttentionBackend(ABC):
-    """Two calls a layer: one for the rows with one new token, one for the others."""
+    """Two calls a layer: one for the rows with one new token, one for the others.
+
+    records_prompts: a CUDA graph may hold `prefill`: it launches the same for all lengths that the host's limits allow
+    """
 
     name: ClassVar[str]
+    records_prompts: ClassVar[bool] = True
 
     def attend(
         self,
@@ -89,23 +93,22 @@ class AttentionBackend(ABC):
                 window=window,
             )
 
-        out = torch.empty_like(q) if num_decode else None
-        if out is not None:
+        if num_decode == rows.num_rows:
+            out = torch.empty_like(q)
+        else:
+            # First, for not every package writes where it is told; decoding rows then fill in what is theirs.
+            out = self.prefill(
+                q,
+                seen_by(slice(num_decode, rows.num_rows)),
+                PromptLens(
+                    query_starts=rows.prompt_starts,
+                    max_query_len=rows.max_query_len,
+                    max_kv_len=rows.max_kv_len,
+                ),
+            )
+        if num_decode:
             self.decode(q[:num_decode], seen_by(slice(num_decode)), out[:num_decode])
-            if num_decode == rows.num_rows:
-                return out
-        of_prompts = self.prefill(
-            q[num_decode:],
-            seen_by(slice(num_decode, rows.num_rows)),
-            PromptLens(
-                query_starts=rows.prompt_starts,
-                max_query_len=rows.max_query_len,
-                max_kv_len=rows.max_kv_len,
-            ),
-            None if out is None else out[num_decode:],
-        )
-        # Nothing but prompts: what was written is all there is.
-        return of_prompts if out is None else out
+        return out
 
     @abstractmethod
     def decode(self, q: torch.Tensor, seen: SeenCache, out: torch.Tensor) -> None:
@@ -113,8 +116,9 @@ class AttentionBackend(ABC):
         ...
 
     @abstractmethod
-    def prefill(
-        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Compute rows with any number of new tokens. Returns like q: `out`, written, when it is given."""
+    def prefill(self, q: torch.Tensor, seen: SeenCache, lens: PromptLens) -> torch.Tensor:
+        """Compute rows with any number of new tokens, which stand somewhere in q.
+
+        Returns like q, a tensor of its own; what stands where no token of these rows is, is undefined.
+        """
         ...

@@ -27,9 +27,7 @@ class FlashAttention3(TritonAttention):
         super().__init__(shape)
         self._attend = package.flash_attn_with_kvcache
 
-    def prefill(
-        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, seen: SeenCache, lens: PromptLens) -> torch.Tensor:
         result: torch.Tensor = self._attend(
             q,
             seen.k_cache,
@@ -42,21 +40,21 @@ class FlashAttention3(TritonAttention):
             causal=True,
             window_size=_window_size(seen.window),
         )
-        return result if out is None else out.copy_(result)
+        return result
 
 
 class FlashAttention2(TritonAttention):
     """FlashAttention-2, package `flash_attn`: 16-bit numbers. Tested against its signature only, not on a card."""
 
     name = "flash-attention-2"
+    # It may; but no card has shown it.
+    records_prompts = False
 
     def __init__(self, shape: AttentionShape, package: Any) -> None:
         super().__init__(shape)
         self._attend = package.flash_attn_varlen_func
 
-    def prefill(
-        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, seen: SeenCache, lens: PromptLens) -> torch.Tensor:
         key_starts = torch.nn.functional.pad(seen.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         result: torch.Tensor = self._attend(
             q,
@@ -71,7 +69,7 @@ class FlashAttention2(TritonAttention):
             window_size=_window_size(seen.window),
             block_table=seen.block_tables,
         )
-        return result if out is None else out.copy_(result)
+        return result
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

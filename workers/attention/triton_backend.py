@@ -47,9 +47,7 @@ class TritonAttention(AttentionBackend):
         else:
             decode_attention(q, *cache, self._scratch, scale=seen.scale, window=seen.window, out=out)
 
-    def prefill(
-        self, q: torch.Tensor, seen: SeenCache, lens: PromptLens, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, seen: SeenCache, lens: PromptLens) -> torch.Tensor:
         return prefill_attention(
             q,
             seen.k_cache,
@@ -60,5 +58,4 @@ class TritonAttention(AttentionBackend):
             max_query_len=lens.max_query_len,
             scale=seen.scale,
             window=seen.window,
-            out=out,
         )

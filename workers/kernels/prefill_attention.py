@@ -25,7 +25,6 @@ def prefill_attention(
     max_query_len: int,
     scale: float,
     window: int | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from every new token to the tokens of its row that it sees, up to itself.
 
@@ -33,15 +32,15 @@ def prefill_attention(
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides but the last, which is 1
     block_tables:     [num_rows, max_blocks] int32, rows of any stride; entries without visible tokens are not read
     kv_lens:          [num_rows] int32, tokens of each row, the new ones included
-    query_starts:     [num_rows + 1] int32, where each row's new tokens begin in q
-    max_query_len:    of the rows, on the host
+    query_starts:     [num_rows + 1] int32, where each row's new tokens begin in q, and the last one's end
+    max_query_len:    of the rows, or more, on the host
     window:           tokens that a query sees at most, itself among them; None: all
-    returns           like q; `out` when it is given
+    returns           like q; undefined where no token of these rows stands
     """
     num_rows = kv_lens.shape[0]
     _, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q)
     head_pad = max(16, triton.next_power_of_2(head_size))
     is_wide = head_pad > 128 or q.dtype == torch.float32
     queries = 64 if is_wide else 128
