@@ -15,7 +15,6 @@ import torch
 
 from .config import LogprobsMode
 from .cuda_graphs import SMALL_SIZES
-from .decode_graphs import make_decode_step
 from .device_rows import DeviceRows
 from .forward_context import StepRows
 from .kernels.decode_inputs import DecodeInputs, make_decode_inputs
@@ -23,6 +22,7 @@ from .memory import KVCacheShape, make_kv_caches
 from .messages import NewRequest
 from .models.causal_lm import CausalLM
 from .profile_run import paged_context
+from .recorded_steps import make_decode_step
 from .sampler import sample
 from .sampling_params import SamplingParams
 from .sampling_rows import GrammarWords, SamplingRows

@@ -1,23 +1,27 @@
-"""DecodeGraphs: a decode step recorded once for each of some batch sizes, and launched as a whole.
+"""StepGraphs: steps of some sizes recorded once, and launched as a whole.
 
 Called by: the model runner. A step of a small model is a few hundred kernels of a few microseconds; launched one by one
 they would wait for the host. What is recorded is a function of persistent tensors, so a replay reads what lies there
 then. The graphs share one pool of memory, the largest is recorded first, and only one may run at a time: they are
-launched on one stream. Nothing here knows what a step is.
+launched on one stream, and what one has put out is read before the next is launched. Nothing here knows what a step is.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Generic, TypeVar
 
 import torch
 
+Output = TypeVar("Output")
+
 SMALL_SIZES = (1, 2, 4, 8)
 STEP_TO_256, STEP_BEYOND = 8, 16
+SMALLEST_PROMPTS = 16
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph, ascending: 1, 2, 4, 8, every 8th up to 256, then every 16th; the last one fits all.
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of decoding rows worth a graph, ascending: 1, 2, 4, 8, every 8th up to 256, then every 16th, and all.
 
     A batch computes as many rows as the next larger graph has, so the sizes bound what is computed for nothing.
     """
@@ -25,23 +29,39 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
+def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens worth a graph of a step with prompts, ascending: powers of two, and one between any two.
+
+    They end with the first that holds `max_tokens`; none where that is 0. A graph too large costs a third more tokens
+    than needed or, at worst, half; launched one by one the kernels of such a step cost the host several times that.
+    """
+    sizes: list[int] = []
+    size = SMALLEST_PROMPTS
+    while max_tokens > 0 and (not sizes or sizes[-1] < max_tokens):
+        sizes += [size, size + size // 2]
+        size *= 2
+    while len(sizes) > 1 and sizes[-2] >= max_tokens:
+        sizes.pop()
+    return tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
+class _Graph(Generic[Output]):
     graph: torch.cuda.CUDAGraph
-    output: torch.Tensor
+    output: Output
 
 
-class DecodeGraphs:
-    """See the module.
+class StepGraphs(Generic[Output]):
+    """See the module. A size is what the caller means by it.
 
-    load:    fills the persistent tensors with what is harmless to compute, for a batch size
-    compute: does what is recorded, for a batch size; launches kernels only, on the current stream, and returns a tensor
+    load:    fills the persistent tensors with what is harmless to compute, for a size
+    compute: does what is recorded, for a size; launches kernels only, on the current stream, and returns tensors
     """
 
     def __init__(
         self,
         load: Callable[[int], None],
-        compute: Callable[[int], torch.Tensor],
+        compute: Callable[[int], Output],
         sizes: Sequence[int],
         device: torch.device,
     ) -> None:
@@ -49,19 +69,23 @@ class DecodeGraphs:
         self._compute = compute
         self._sizes = sorted(sizes)
         self._device = device
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph[Output]] = {}
 
-    def capture(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Record all sizes. on_progress: told how many of how many are done.
+    @property
+    def sizes(self) -> Sequence[int]:
+        """All sizes, ascending."""
+        return self._sizes
+
+    def capture(self, pool: Any, on_size: Callable[[], None] = lambda: None) -> None:
+        """Record all sizes. pool: of `torch.cuda.graph_pool_handle`; on_size: told when another is done.
 
         Each size is computed once before it is recorded: what is compiled or allocated on the first call must not fall
         into a recording. Raises torch.OutOfMemoryError.
         """
         stream = _recording_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream):
-            for done, size in enumerate(reversed(self._sizes)):
+            for size in reversed(self._sizes):
                 self._load(size)
                 self._compute(size)
                 stream.synchronize()
@@ -73,15 +97,15 @@ class DecodeGraphs:
                 finally:
                     graph.capture_end()
                 self._graphs[size] = _Graph(graph=graph, output=output)
-                on_progress(done + 1, len(self._sizes))
+                on_size()
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest recorded batch that holds so many rows; None: there is none."""
-        return next((size for size in self._sizes if size >= num_rows and size in self._graphs), None)
+    def size_for(self, least: int) -> int | None:
+        """The smallest recorded size that is at least so large; None: there is none."""
+        return next((size for size in self._sizes if size >= least and size in self._graphs), None)
 
-    def replay(self, size: int) -> torch.Tensor:
-        """Launch a batch size on the current stream; returns its output, which the next replay overwrites."""
+    def replay(self, size: int) -> Output:
+        """Launch a size on the current stream; returns its output, which the next replay in this pool overwrites."""
         recorded = self._graphs[size]
         recorded.graph.replay()
         return recorded.output

@@ -8,6 +8,7 @@ recorded, and a step can be launched while the one before it still computes the 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,18 @@ BestRankFunction = Callable[..., torch.Tensor]
 """`kernels.triton_best_rank.best_rank`, or what does the same."""
 
 NUM_LISTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOutput:
+    """What a step made of its rows, and of padding.
+
+    tokens: [size] int64, drawn plainly; of rows that want more than that they mean nothing
+    hidden: [size, hidden_size], for whoever draws otherwise. Not the logits: each recording would keep its own
+    """
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
 
 
 class DecodeStep:
@@ -90,11 +103,8 @@ class DecodeStep:
         lists[NUM_LISTS:, :num_rows], lists[NUM_LISTS:, num_rows:] = new_blocks, -1
         self._inputs[: buffer.numel()].copy_(buffer, non_blocking=True)
 
-    def compute(self, size: int) -> torch.Tensor:
-        """Compute what was loaded for `size` rows: their tokens, [size] int64; of padding anything.
-
-        The tokens are noted in the rows as well.
-        """
+    def compute(self, size: int) -> DecodeOutput:
+        """Compute what was loaded for `size` rows. The tokens are noted in the rows as well."""
         lists = self._inputs[: (NUM_LISTS + self._num_groups) * size].view(-1, size)
         rows, positions, sample_positions = lists[0], lists[1], lists[2]
         state = self._rows
@@ -121,8 +131,8 @@ class DecodeStep:
             state.last_tokens,
             first_id=first_id,
         )
-        if self._shard is None:
-            return tokens
-        # Bits of both kinds of numbers: the exchange does not look into them.
-        found = self._shard.gather(torch.stack([scores.view(torch.int64), tokens], dim=-1))
-        return self._best_rank(found, rows, state.last_tokens)
+        if self._shard is not None:
+            # Bits of both kinds of numbers: the exchange does not look into them.
+            found = self._shard.gather(torch.stack([scores.view(torch.int64), tokens], dim=-1))
+            tokens = self._best_rank(found, rows, state.last_tokens)
+        return DecodeOutput(tokens=tokens, hidden=hidden)

@@ -13,10 +13,8 @@ the replica.
 import heapq
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .config import LogprobsMode
@@ -26,62 +24,7 @@ from .messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from .prompt_logprobs import PromptChunk
 from .sampling_batch import SamplingBatch
 from .sampling_rows import GrammarWords, SamplingRows, is_plain
-
-Ints = npt.NDArray[np.int64]
-
-ON_DEVICE = -1
-"""In place of a token id: sampled, and known on the device alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInput:
-    """One step on the host. Rows stand in the order of their tokens; all int64.
-
-    request_ids, row_index: [num_rows]
-    places:                 [num_rows] where each stands in the scheduler's order
-    row_of_token:           [num_tokens] which of row_index
-    token_ids, positions:   [num_tokens]; a token id may be ON_DEVICE
-    sampling_rows:          [num_sampling] which of the step's rows sample
-    last_token_index:       [num_sampling] where their last token stands among the step's tokens
-    """
-
-    request_ids: list[str]
-    row_index: Ints
-    places: Ints
-    row_of_token: Ints
-    token_ids: Ints
-    positions: Ints
-    rows: StepRows
-    sampling_rows: Ints
-    last_token_index: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
-    """Where the tokens of a step go when they are known. All [n] int64.
-
-    rows, places: in the rows' tokens; -1 as a place: nowhere
-    holders:      who held the rows: they may be others' by then
-    """
-
-    rows: Ints
-    places: Ints
-    holders: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRows:
-    """A step in which every row has one new token, sampled before, and is drawn plainly. Arrays [num_rows] int64.
-
-    sample_positions: output tokens that each has; new_blocks: see `DeviceRows.take_decode_blocks`
-    """
-
-    request_ids: list[str]
-    row_index: Ints
-    positions: Ints
-    sample_positions: Ints
-    new_blocks: Ints
-    sampled: SampledTokens
+from .step_input import ON_DEVICE, DecodeRows, Ints, SampledTokens, StepInput
 
 
 class InputBatch:
@@ -221,19 +164,12 @@ class InputBatch:
             return None
         row_index = np.fromiter(map(self._row_of, scheduled), dtype=np.int64, count=num_rows)
         positions = self._num_computed[row_index]
-        kv_lens = positions + 1
-        # A prompt's token, or one that the row brought along, is on the host alone; after the last one none is drawn.
-        is_taken = self._has_sampled[row_index] & self._is_plain[row_index]
-        is_taken &= kv_lens == self._num_tokens[row_index]
-        if not is_taken.all() or (kv_lens >= self._token_ids.shape[1]).any():
-            return None
-        if (kv_lens > self._num_blocks[row_index] * self._block_size).any():
-            raise RuntimeError("the step schedules tokens for which its requests have no blocks")
-        entries = positions // self._block_size
-        new_blocks = self.on_device.take_decode_blocks(row_index, entries)
+        new_blocks = None
+        if self._is_plain[row_index].all():
+            new_blocks = self.take_decode_blocks(row_index, positions)
         if new_blocks is None:
-            self.on_device.send_blocks()
-            new_blocks = np.full((self._blocks.shape[0], num_rows), -1, dtype=np.int64)
+            return None
+        kv_lens = positions + 1
         self._num_computed[row_index] = kv_lens
         self._token_ids[row_index, kv_lens] = ON_DEVICE
         self._num_tokens[row_index] += 1
@@ -245,6 +181,26 @@ class InputBatch:
             new_blocks=new_blocks,
             sampled=SampledTokens(rows=row_index, places=kv_lens, holders=self._holders[row_index]),
         )
+
+    def take_decode_blocks(self, row_index: Ints, positions: Ints) -> Ints | None:
+        """Return the blocks that rows of one token each need for it and the device has not; None when it lacks a token.
+
+        row_index, positions: [n]; of a step in which every row has one new token
+        Returns [num_kv_groups, n], -1 where nothing is new. Nothing has changed when None is returned. Raises
+        RuntimeError when a row has no block for its token.
+        """
+        kv_lens = positions + 1
+        # A prompt's token, or one that the row brought along, is on the host alone; after the last one none is drawn.
+        is_there = self._has_sampled[row_index] & (kv_lens == self._num_tokens[row_index])
+        if not is_there.all() or (kv_lens >= self._token_ids.shape[1]).any():
+            return None
+        if (kv_lens > self._num_blocks[row_index] * self._block_size).any():
+            raise RuntimeError("the step schedules tokens for which its requests have no blocks")
+        new_blocks = self.on_device.take_decode_blocks(row_index, positions // self._block_size)
+        if new_blocks is None:
+            self.on_device.send_blocks()
+            new_blocks = np.full((self._blocks.shape[0], len(row_index)), -1, dtype=np.int64)
+        return new_blocks
 
     def sampling_batch(self, step: StepInput, masks: GrammarMasks | None = None) -> SamplingBatch:
         """Parameters of the rows that sample in this step.

@@ -5,10 +5,11 @@ rows, sample from bit-equal logits or each from its part of them, and hence choo
 each other.
 
 A step is launched by `begin` and waited for later: sampled tokens stay on the device, where the next step finds them.
-Two ways lead through the model:
+Two ways lead from a step to its tokens:
 
     decode graph   every row has one new token and is drawn plainly: one copy in, one CUDA graph, one copy out
-    eager          everything else, and wherever there are no graphs: prompts, mixed steps, filters, masks
+    by parts       everything else: the model's pass (forward_pass.py, recorded or not), and then the choice of tokens
+                   as the rows want it, launched kernel by kernel
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +17,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .config import LogprobsMode
-from .cuda_graphs import DecodeGraphs
-from .decode_step import DecodeStep
-from .input_batch import DecodeRows, InputBatch, SampledTokens, StepInput
+from .forward_pass import ForwardPass
+from .input_batch import InputBatch
 from .layers.attention import LayerKVCache
 from .logprobs import HostCopy, StepCopy
 from .messages import GrammarMasks, LogprobTable, ModelRunnerOutput, SchedulerOutput
 from .models.causal_lm import CausalLM
 from .prompt_logprobs import PromptLogprobs
+from .recorded_steps import RecordedSteps
 from .sampler import sample
 from .step_in_flight import FinishedStep, LaunchedStep, StepInFlight
-from .step_tensors import make_step_tensors
+from .step_input import DecodeRows, SampledTokens, StepInput
 from .vocab_columns import WHOLE, VocabColumns, VocabShard
 
 
@@ -56,28 +57,27 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._model = model
-        self._kv_caches = kv_caches
         self._batch = batch
-        self._windows = windows
-        self._device = device
-        self._is_paged = is_paged
         self._on_phase = on_phase
+        self._forward = ForwardPass(
+            model, kv_caches, batch, windows=windows, device=device, is_paged=is_paged
+        )
         head = model.head
         self._shard = VocabShard(head.group, head.span, head.vocab_size) if head.group.size > 1 else None
         self._prompt_logprobs = PromptLogprobs(
             model.compute_logits, vocab_size=model.config.vocab_size, mode=logprobs_mode
         )
-        self._decode: DecodeStep | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedSteps | None = None
 
-    def use_graphs(self, decode: DecodeStep, graphs: DecodeGraphs) -> None:
-        """Compute decode steps by `graphs`, which are recorded, of `decode`."""
-        self._decode, self._graphs = decode, graphs
+    def use_graphs(self, recorded: RecordedSteps) -> None:
+        """Compute by these steps wherever they can."""
+        self._recorded = recorded
+        self._forward.use_graphs(recorded)
 
     def close(self) -> None:
         """Give the recorded steps up, also while some are under way. Idempotent."""
-        if self._graphs is not None:
-            self._graphs.close()
+        if self._recorded is not None:
+            self._recorded.close()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks] = no_masks
@@ -101,19 +101,17 @@ class ModelRunner:
             return FinishedStep(
                 ModelRunnerOutput(step=scheduler_output.step, request_ids=[], sampled_token_ids=[])
             )
-        if self._graphs is not None:
-            size = self._graphs.size_for(len(scheduler_output.num_scheduled_tokens))
+        if self._recorded is not None:
+            size = self._recorded.decode_graphs.size_for(len(scheduler_output.num_scheduled_tokens))
             rows = None if size is None else self._batch.take_decode_rows(scheduler_output)
             if size is not None and rows is not None:
-                return self._replay(scheduler_output.step, size, rows)
-        return self._run_eager(scheduler_output, receive_masks)
+                return self._replay(self._recorded, scheduler_output.step, size, rows)
+        return self._run_by_parts(scheduler_output, receive_masks)
 
-    def _replay(self, step: int, size: int, rows: DecodeRows) -> StepInFlight:
-        assert self._decode is not None
-        assert self._graphs is not None
-        self._decode.load(size, rows.row_index, rows.positions, rows.sample_positions, rows.new_blocks)
+    def _replay(self, recorded: RecordedSteps, step: int, size: int, rows: DecodeRows) -> StepInFlight:
+        recorded.decode.load(size, rows.row_index, rows.positions, rows.sample_positions, rows.new_blocks)
         self._on_phase("forward")
-        tokens = self._graphs.replay(size)
+        tokens = recorded.decode_graphs.replay(size).tokens
         copy = HostCopy([tokens[: len(rows.request_ids)]])
 
         def finish() -> ModelRunnerOutput:
@@ -125,29 +123,19 @@ class ModelRunner:
 
         return LaunchedStep(copy, finish)
 
-    def _run_eager(
+    def _run_by_parts(
         self, scheduler_output: SchedulerOutput, receive_masks: Callable[[], GrammarMasks]
     ) -> StepInFlight:
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
-        tensors = make_step_tensors(
-            step,
-            self._batch.on_device,
-            windows=self._windows,
-            dtype=self._model.activation_dtype,
-            device=self._device,
-            is_paged=self._is_paged,
-        )
         self._on_phase("forward")
-        hidden: torch.Tensor = self._model(
-            tensors.token_ids, tensors.positions, self._kv_caches, tensors.context
-        )
+        made = self._forward.run(step)
         for chunk in self._batch.prompt_chunks(step):
-            self._prompt_logprobs.add(chunk, hidden)
+            self._prompt_logprobs.add(chunk, made.hidden)
         copy = None
         # No rank enters the head when no row samples: all see the same step.
         if step.sampling_rows.size > 0:
             self._on_phase("sampling")
-            last_hidden = hidden.index_select(0, tensors.last_token_index)
+            last_hidden = made.hidden.index_select(0, made.last_token_index)
             columns: VocabColumns = WHOLE
             if self._shard is None or self._batch.needs_whole_rows(step):
                 logits = self._model.compute_logits(last_hidden)
@@ -161,7 +149,7 @@ class ModelRunner:
             sampling = self._batch.sampling_batch(step, masks)
             sampled = sample(logits, sampling, columns)
             self._batch.sampling.append(sampled.token_ids)
-            self._batch.on_device.last_tokens.index_copy_(0, tensors.sampling_row_index, sampled.token_ids)
+            self._batch.on_device.last_tokens.index_copy_(0, made.sampling_row_index, sampled.token_ids)
             copy = StepCopy(sampled.token_ids, sampling.logprobs, sampled.logprobs)
         return self._await_copy(scheduler_output.step, step, self._batch.finish_step(step), copy)
 

@@ -13,8 +13,8 @@ import torch
 
 from .device_rows import DeviceRows
 from .forward_context import ForwardContext, build_forward_context, slot_mapping
-from .input_batch import ON_DEVICE, StepInput
 from .paged_rows import PagedRows
+from .step_input import ON_DEVICE, StepInput
 from .upload import upload
 
 

@@ -16,7 +16,6 @@ from torch.profiler import profile
 
 from .attention.choose import TORCH, choose_for_rank
 from .compile_kernels import compile_kernels
-from .decode_graphs import record_decode_graphs
 from .device import open_device, resolve_dtype, resolve_max_model_len
 from .errors import DeviceMemoryError
 from .input_batch import InputBatch
@@ -30,6 +29,7 @@ from .models.causal_lm import CausalLM
 from .models.registry import find_model
 from .partition import make_partition
 from .profile_run import profile_peak_bytes
+from .recorded_steps import record_steps
 from .sleep import SleepLevel
 from .step_in_flight import StepInFlight
 from .tp_group import TensorParallelGroup, connect_group
@@ -257,18 +257,18 @@ class Worker:
         if self._attention is None or config.model.enforce_eager or not self.group.can_be_recorded:
             return
         with self._phase("CUDA graphs"):
-            decode, graphs = record_decode_graphs(
+            recorded = record_steps(
                 self._model,
                 kv_caches,
                 self._batch.on_device,
+                config,
                 windows=self._shape.windows,
-                max_num_seqs=config.max_num_seqs,
                 max_model_len=self._max_model_len,
-                block_size=config.cache.block_size,
+                records_prompts=self._attention.records_prompts,
                 device=self._device,
                 on_progress=self._on_progress,
             )
-        self._runner.use_graphs(decode, graphs)
+        self._runner.use_graphs(recorded)
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the memory of cache and weights back. No request may be left."""

@@ -59,7 +59,7 @@ class _Check:
         self._group = worker.group
         self._device = worker.device
         runner = worker._runner
-        self._has_graphs = runner is not None and runner._graphs is not None
+        self._has_graphs = runner is not None and runner._recorded is not None
         self._one_shot_bytes = getattr(self._group, "_one_shot_max_bytes", 0)
         self._faults: list[str] = []
         self._num_checked = 0

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from phalanx.workers.config import CacheConfig, DType, LoadFormat, ModelConfig, ParallelConfig
 from phalanx.workers.messages import ModelRunnerOutput, NewRequest, SchedulerOutput
+from phalanx.workers.model_runner import ModelRunner
 from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.worker import Worker
 from phalanx.workers.worker_config import WorkerConfig
@@ -113,7 +114,7 @@ class StepDriver:
     blocks: of each request, column by column: one block of each KV cache group
     """
 
-    worker: Worker | RankThreads
+    worker: Worker | RankThreads | ModelRunner
     block_size: int = 16
     step: int = 0
     num_kv_groups: int = 1

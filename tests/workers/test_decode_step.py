@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.workers.cuda_graphs import graph_sizes
+from phalanx.workers.cuda_graphs import decode_sizes, prompt_sizes
 from phalanx.workers.decode_step import DecodeStep
 from phalanx.workers.device_rows import DeviceRows
 from phalanx.workers.forward_context import ForwardContext, StepRows, build_forward_context
@@ -29,7 +29,7 @@ ROW_NUMBERS = st.permutations(range(7))
 @settings(deadline=None)
 @given(st.integers(1, 700))
 def test_graph_sizes_ascend_and_hold_every_batch(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
+    sizes = decode_sizes(max_num_seqs)
 
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == max_num_seqs
@@ -37,6 +37,23 @@ def test_graph_sizes_ascend_and_hold_every_batch(max_num_seqs: int) -> None:
         size = next(size for size in sizes if size >= num_rows)
         assert size - num_rows < 16
         assert num_rows > 8 or size < 2 * num_rows or size == 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20000))
+def test_sizes_for_prompts_ascend_and_waste_no_more_than_half(max_tokens: int) -> None:
+    sizes = prompt_sizes(max_tokens)
+
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] >= max_tokens
+    assert len(sizes) == 1 or sizes[-2] < max_tokens
+    for num_tokens in (max_tokens, max_tokens // 2 + 1, max_tokens // 3 + 1):
+        size = next(size for size in sizes if size >= num_tokens)
+        assert size <= max(16, 1.5 * num_tokens)
+
+
+def test_no_sizes_for_no_prompts() -> None:
+    assert prompt_sizes(0) == ()
 
 
 @settings(deadline=None, max_examples=40)
@@ -198,7 +215,7 @@ def test_decode_steps_on_the_device_choose_the_tokens_of_eager_steps(
 
     decode = DecodeStep(
         worker.model,
-        runner._kv_caches,
+        runner._forward._kv_caches,
         rows,
         max_num_seqs=8,
         block_size=BLOCK_SIZE,
@@ -233,7 +250,7 @@ def test_decode_steps_on_the_device_choose_the_tokens_of_eager_steps(
             new_blocks = np.where(is_new, next_block + np.arange(3), -1)[None]
             next_block += 3
             decode.load(3, numbers, positions, np.full(3, step + 1), new_blocks)
-            for name, token_id in zip(prompts, decode.compute(3).tolist(), strict=True):
+            for name, token_id in zip(prompts, decode.compute(3).tokens.tolist(), strict=True):
                 made[name].append(token_id)
 
     assert made == {name: tokens[:12] for name, tokens in expected.items()}

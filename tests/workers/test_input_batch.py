@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.workers.input_batch import ON_DEVICE, InputBatch
+from phalanx.workers.input_batch import InputBatch
 from phalanx.workers.logit_processors import unpack_masks
 from phalanx.workers.messages import GrammarMasks, NewRequest, RowState, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
+from phalanx.workers.step_input import ON_DEVICE
 
 
 def make_batch(max_num_seqs: int = 3) -> InputBatch:

@@ -208,7 +208,7 @@ def test_stale_values_in_free_slots_do_not_reach_a_result(driver: StepDriver) ->
     expected = driver.generate("clean", 10)
     driver.remove("clean")
     with torch.inference_mode():
-        for cache in driver.worker._runner._kv_caches:
+        for cache in driver.worker._runner._forward._kv_caches:
             cache.k[1:] = torch.nan
             cache.v[1:] = torch.nan
 

@@ -1,0 +1,119 @@
+"""ForwardPass: a step's tokens through the model, by the quickest way that there is; and what follows needs of it.
+
+Called by: the model runner, for every step but those that one recording does from end to end. Three ways:
+
+    decode graph   every row has one new token, sampled before: the graph leaves its hidden states beside tokens
+    prompt graph   a step with prompts that fits one of the recorded sizes
+    eager          everything else, and wherever there are no graphs: every kernel is launched by the host
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .input_batch import InputBatch
+from .layers.attention import LayerKVCache
+from .models.causal_lm import CausalLM
+from .recorded_steps import RecordedSteps
+from .step_input import StepInput
+from .step_tensors import make_step_tensors
+from .upload import upload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHidden:
+    """What the model has made of a step. Index tensors are int64 on the device.
+
+    hidden:             [at least num_tokens, hidden_size], the step's tokens first; the next step may overwrite it
+    last_token_index:   [num_sampling] where the last tokens of the rows that sample stand
+    sampling_row_index: [num_sampling] numbers of these rows
+    """
+
+    hidden: torch.Tensor
+    last_token_index: torch.Tensor
+    sampling_row_index: torch.Tensor
+
+
+class ForwardPass:
+    """See the module.
+
+    windows:  of the KV cache groups
+    is_paged: attention reads block tables, on the device
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: Sequence[LayerKVCache],
+        batch: InputBatch,
+        *,
+        windows: Sequence[int | None],
+        device: torch.device,
+        is_paged: bool,
+    ) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._batch = batch
+        self._windows = windows
+        self._device = device
+        self._is_paged = is_paged
+        self._recorded: RecordedSteps | None = None
+
+    def use_graphs(self, recorded: RecordedSteps) -> None:
+        """Compute by these wherever they can."""
+        self._recorded = recorded
+
+    def run(self, step: StepInput) -> StepHidden:
+        """Launch the model's pass over a step. Waits for nothing on a GPU."""
+        hidden = None
+        if self._recorded is not None:
+            if step.rows.query_lens.max() == 1:
+                hidden = self._replay_decode(self._recorded, step)
+            if hidden is None:
+                hidden = self._replay_prompts(self._recorded, step)
+        if hidden is None:
+            return self._launch(step)
+        sampling_rows = step.row_index[step.sampling_rows]
+        last_token_index, sampling_row_index = upload([step.last_token_index, sampling_rows], self._device)
+        return StepHidden(
+            hidden=hidden, last_token_index=last_token_index, sampling_row_index=sampling_row_index
+        )
+
+    def _replay_decode(self, recorded: RecordedSteps, step: StepInput) -> torch.Tensor | None:
+        size = recorded.decode_graphs.size_for(len(step.row_index))
+        if size is None:
+            return None
+        new_blocks = self._batch.take_decode_blocks(step.row_index, step.positions)
+        if new_blocks is None:
+            return None
+        # What it draws is thrown away, so how many tokens the rows have does not matter.
+        recorded.decode.load(size, step.row_index, step.positions, np.zeros_like(step.positions), new_blocks)
+        return recorded.decode_graphs.replay(size).hidden
+
+    def _replay_prompts(self, recorded: RecordedSteps, step: StepInput) -> torch.Tensor | None:
+        num_prompts = int((step.rows.query_lens > 1).sum())
+        size = recorded.prompt_graphs.size_for(recorded.prompts.size_needed(len(step.token_ids), num_prompts))
+        if size is None:
+            return None
+        recorded.prompts.load(size, step)
+        return recorded.prompt_graphs.replay(size)
+
+    def _launch(self, step: StepInput) -> StepHidden:
+        tensors = make_step_tensors(
+            step,
+            self._batch.on_device,
+            windows=self._windows,
+            dtype=self._model.activation_dtype,
+            device=self._device,
+            is_paged=self._is_paged,
+        )
+        hidden: torch.Tensor = self._model(
+            tensors.token_ids, tensors.positions, self._kv_caches, tensors.context
+        )
+        return StepHidden(
+            hidden=hidden,
+            last_token_index=tensors.last_token_index,
+            sampling_row_index=tensors.sampling_row_index,
+        )
