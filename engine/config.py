@@ -22,6 +22,9 @@ class SchedulerConfig:
     step waits for the one before it."""
     long_prefill_share: float = 0.5
     """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
+    paced_step_tokens: int | None = None
+    """Tokens of a step while prompts may wait for a later one (pacing.py). None: prompts come as fast as they can, as
+    they must where clients wait for first tokens; `LLM`, which has all requests at once, paces large models on GPUs."""
     kv_events: bool = False
     """Keep a log of what the prefix cache holds, for front ends that follow it. Costs microseconds a block."""
     kv_events_address: str | None = None
@@ -53,6 +56,10 @@ class SchedulerConfig:
         if not 0.0 < self.long_prefill_share <= 1.0:
             raise ConfigError(
                 "scheduler.long_prefill_share", f"must be in (0, 1], not {self.long_prefill_share}"
+            )
+        if self.paced_step_tokens is not None and self.paced_step_tokens < 1:
+            raise ConfigError(
+                "scheduler.paced_step_tokens", f"must be at least 1, not {self.paced_step_tokens}"
             )
         if self.kv_events_address is not None and not self.kv_events:
             raise ConfigError("scheduler.kv_events_address", "needs scheduler.kv_events")

@@ -24,8 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..workers.config import DeviceType, DType
 from ..workers.executor import Executor, create_executor
 from ..workers.hooks import HookOutcome
+from ..workers.messages import ExecutorReport
 from ..workers.sampling_params import SamplingParams
-from .config import EngineConfig
+from .config import EngineConfig, SchedulerConfig
 from .core import EngineCore
 from .engine_options import make_engine_config
 from .inproc_client import InprocCoreClient
@@ -33,6 +34,7 @@ from .input_processor import InputProcessor, Message, Prompt
 from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
+from .pacing import PACED_STEP_TOKENS, PACED_WEIGHT_BYTES, longest_first
 from .tokenizer import Tokenizer, no_tokenizer
 
 T = TypeVar("T")
@@ -62,10 +64,8 @@ class LLM:
         )
         executor = _create_executor(config)
         report = executor.start()
-        if _is_in_process(config) and report.ranks[0].device == "cpu":
-            # A step is computed where it is submitted: to plan ahead would only waste the step after each end.
-            scheduler = dataclasses.replace(config.scheduler, max_steps_in_flight=1)
-            config = dataclasses.replace(config, scheduler=scheduler)
+        config = dataclasses.replace(config, scheduler=_suit_scheduler(config, report))
+        self._is_paced = config.scheduler.paced_step_tokens is not None
         try:
             core = EngineCore(config, executor, report)
             self._inputs = InputProcessor.from_model(
@@ -114,6 +114,8 @@ class LLM:
         try:
             for request in processed:
                 core_requests += self._outputs.add_request(request)
+            if self._is_paced:
+                core_requests.sort(key=lambda request: longest_first(request.sampling_params))
             with (
                 _ProgressBar(len(listed), is_shown=show_progress) as bar,
                 _InterruptAfterStep() as interrupt,
@@ -250,6 +252,21 @@ class _ProgressBar:
         elapsed_s = self._progress.tasks[0].elapsed or 0.0
         rate = self._num_tokens / elapsed_s if elapsed_s > 0 else 0.0
         self._progress.update(self._task, advance=1, tokens_per_s=rate)
+
+
+def _suit_scheduler(config: EngineConfig, report: ExecutorReport) -> SchedulerConfig:
+    """Change what depends on the ranks, and on all requests being there from the beginning."""
+    rank = report.ranks[0]
+    if rank.device == "cpu":
+        # A step is computed where it is submitted: to plan ahead would only waste the step after each end.
+        return (
+            dataclasses.replace(config.scheduler, max_steps_in_flight=1)
+            if _is_in_process(config)
+            else config.scheduler
+        )
+    if config.scheduler.paced_step_tokens is None and rank.weight_bytes >= PACED_WEIGHT_BYTES:
+        return dataclasses.replace(config.scheduler, paced_step_tokens=PACED_STEP_TOKENS)
+    return config.scheduler
 
 
 def _create_executor(config: EngineConfig) -> Executor:

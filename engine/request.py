@@ -62,6 +62,7 @@ class Request:
     has_begun:           its first output was made, which tells of its cached tokens
     is_plain:            it has begun, and until it ends there is nothing to say of it but its tokens
     max_num_tokens:      prompt and output tokens at which the request ends, whatever they are
+    known_output_len:    output tokens that it makes in any case; None: it may end earlier
     end_token_ids:       tokens that may end it: the model's own and the client's
     extra_keys:          what its blocks depend on beside the tokens
     block_hashes:        chained hashes of the full blocks of token_ids, as far as they were needed
@@ -80,6 +81,7 @@ class Request:
         "group_id",
         "has_begun",
         "is_plain",
+        "known_output_len",
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
@@ -113,6 +115,9 @@ class Request:
         self.max_num_tokens = max_model_len
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
+        self.known_output_len = params.known_output_len
+        if self.known_output_len is not None:
+            self.known_output_len = min(self.known_output_len, max_model_len - self.num_prompt_tokens)
         self.extra_keys: tuple[ExtraKey, ...] = extra_keys_of(core_request.cache_salt)
         self.block_hashes: list[bytes] = list(core_request.block_hashes)
         self.status = RequestStatus.WAITING

@@ -28,6 +28,7 @@ from .config import SchedulerConfig
 from .grammar.backend import Matcher
 from .kv_cache_manager import KVCacheManager
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, StepOutputs
+from .pacing import Pacer
 from .request import Request, RequestStatus
 from .request_book import RequestBook
 from .scheduler_outputs import describe_rows, fill_grammar_masks, make_output, refuse
@@ -61,6 +62,13 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._num_watermark_blocks = max(1, int(WATERMARK * kv_cache_manager.num_blocks))
         self._book = RequestBook(kv_cache_manager, max_overtakes=config.max_overtakes)
+        self._pacer: Pacer | None = None
+        if config.paced_step_tokens is not None:
+            self._pacer = Pacer(
+                step_tokens=config.paced_step_tokens,
+                most=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+            )
         # Number, requests that sample, and prefill tokens of each step in flight, the oldest step first.
         self._in_flight: deque[tuple[int, list[Request], int]] = deque()
         self._num_arrived = 0
@@ -183,7 +191,11 @@ class Scheduler:
         Running requests come first, in their order, each with at least one token; then waiting ones, unless a
         running one had to be preempted. Rows to remove wait for the next step that computes something.
         """
-        plan = StepPlan(budget=self._config.max_num_batched_tokens)
+        budget = self._config.max_num_batched_tokens
+        if self._pacer is not None:
+            book = self._book
+            budget = self._pacer.budget(book.running, book.waiting, len(book.waiting))
+        plan = StepPlan(budget=budget)
         if not self._schedule_running(plan):
             self._admit_waiting(plan)
         if not plan.num_scheduled_tokens:

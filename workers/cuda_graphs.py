@@ -17,7 +17,7 @@ Output = TypeVar("Output")
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP_TO_256, STEP_BEYOND = 8, 16
-SMALLEST_PROMPTS = 16
+SMALLEST_PROMPTS, MANY_TOKENS = 16, 256
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -30,19 +30,19 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens worth a graph of a step with prompts, ascending: powers of two, and one between any two.
+    """Numbers of tokens worth a graph of a step with prompts, ascending: powers of two, one between any two large ones,
+    and `max_tokens`; none where that is 0.
 
-    They end with the first that holds `max_tokens`; none where that is 0. A graph too large costs a third more tokens
-    than needed or, at worst, half; launched one by one the kernels of such a step cost the host several times that.
+    Of few tokens twice as many cost nearly the same, for it is weights that are read; of many a third is computed for
+    nothing or, at worst, half, and launched one by one the kernels of such a step would still take longer.
     """
     sizes: list[int] = []
     size = SMALLEST_PROMPTS
-    while max_tokens > 0 and (not sizes or sizes[-1] < max_tokens):
-        sizes += [size, size + size // 2]
-        size *= 2
-    while len(sizes) > 1 and sizes[-2] >= max_tokens:
-        sizes.pop()
-    return tuple(sizes)
+    while size < max_tokens:
+        sizes.append(size)
+        is_power = size & (size - 1) == 0
+        size = size * 2 if size < MANY_TOKENS else size * 3 // 2 if is_power else size * 4 // 3
+    return (*sizes, max_tokens) if max_tokens > 0 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

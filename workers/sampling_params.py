@@ -208,6 +208,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, field, number)
 
     @property
+    def known_output_len(self) -> int | None:
+        """Tokens of an output, whatever they are; None: it may end earlier."""
+        if self.max_tokens is None or self.stop or self.structured_outputs is not None:
+            return None
+        can_end_early = not self.ignore_eos or bool(self.stop_token_ids)
+        return None if can_end_early and self.min_tokens < self.max_tokens else self.max_tokens
+
+    @property
     def num_samples(self) -> int:
         """Outputs that are made for one prompt."""
         return self.n if self.best_of is None else self.best_of

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from phalanx import LLM, AsyncLLM, SamplingParams
 from phalanx.engine.errors import InvalidRequestError
+from phalanx.engine.llm import _suit_scheduler
 from phalanx.engine.messages import FinishReason
 from phalanx.shm.errors import ConfigError
 from phalanx.workers.sampling_params import StructuredOutputs
+from support.engine import make_engine_config, make_report
 from support.tiny_models import write_tiny_llama
 
 PROMPTS = [[(7 * i + j * j) % 380 + 3 for j in range(3 + 5 * i)] for i in range(6)]
@@ -86,6 +89,35 @@ def test_small_caches_chunks_and_queues_change_nothing(model, expected, options)
     assert token_ids(again) == [expected[5]]
     if options.get("enable_prefix_caching", True):
         assert again[0].num_cached_tokens > 0
+
+
+def test_a_paced_batch_makes_the_same_tokens_in_the_order_of_the_prompts(model, expected):
+    lengths = [2, 12, 1, 7, 12, 3]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    with LLM(model, device="cpu", num_blocks=64, num_threads=1, paced_step_tokens=8) as llm:
+        made = token_ids(llm.generate(PROMPTS, params))
+
+    assert made == [tokens[:length] for tokens, length in zip(expected, lengths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("device", "weight_bytes", "asked", "paced"),
+    [
+        ("cuda:0", 16_000_000_000, None, 512),
+        ("cuda:0", 16_000_000_000, 100, 100),
+        ("cuda:0", 1_200_000_000, None, None),
+        ("cpu", 16_000_000_000, None, None),
+    ],
+)
+def test_only_large_models_on_gpus_are_paced_unasked(device, weight_bytes, asked, paced):
+    config = make_engine_config() if asked is None else make_engine_config(paced_step_tokens=asked)
+    report = make_report()
+    rank = msgspec.structs.replace(report.ranks[0], device=device, weight_bytes=weight_bytes)
+
+    scheduler = _suit_scheduler(config, msgspec.structs.replace(report, ranks=[rank]))
+
+    assert scheduler.paced_step_tokens == paced
+    assert scheduler.max_steps_in_flight == (1 if device == "cpu" else 2)
 
 
 def test_equal_prompts_of_one_step_share_blocks_and_make_equal_tokens(model, expected):

@@ -44,7 +44,8 @@ def generate(folder: Path, params: list[SamplingParams], **settings: object) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_on_and_off_agree(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
+def test_graphs_on_and_off_agree(folder: Path, dtype: str, max_num_batched_tokens: int) -> None:
     params = [
         # Of different lengths, so that batches shrink; some rows leave the graphs for a filter.
         SamplingParams(
@@ -54,9 +55,11 @@ def test_graphs_on_and_off_agree(folder: Path, dtype: str) -> None:
         for index in range(len(PROMPTS))
     ]  # fmt: skip
 
-    recorded = generate(folder, params, dtype=dtype)
+    # All prompts in one step, or a part of one at a time beside rows that decode.
+    settings = {"dtype": dtype, "max_num_batched_tokens": max_num_batched_tokens}
+    recorded = generate(folder, params, **settings)
 
-    assert recorded == generate(folder, params, dtype=dtype, enforce_eager=True)
+    assert recorded == generate(folder, params, enforce_eager=True, **settings)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

@@ -101,7 +101,7 @@ def test_sums_left_to_the_norm_give_the_logits_of_whole_products(
     found: list[torch.Tensor] = []
     for function in (watched, lambda x, weight: None):
         monkeypatch.setattr(linear, "product_in_parts", function)
-        worker = make_worker(folder, parallel=ON_GPU, dtype=DType.BFLOAT16)
+        worker = make_worker(folder, parallel=ON_GPU, dtype=DType.BFLOAT16, enforce_eager=True)
         worker.start()
         worker.initialize_kv_cache(128)
         worker._model.head.register_forward_hook(lambda module, inputs, output: found.append(output))

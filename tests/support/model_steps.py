@@ -34,12 +34,17 @@ def make_worker(
     max_model_len: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     dtype: DType = DType.AUTO,
+    enforce_eager: bool = False,
     on_phase: Callable[[str], None] = lambda name: None,
 ) -> Worker:
     """A worker that has not started."""
     config = WorkerConfig(
         model=ModelConfig(
-            path=str(folder), load_format=load_format, max_model_len=max_model_len, dtype=dtype
+            path=str(folder),
+            load_format=load_format,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            enforce_eager=enforce_eager,
         ),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
         parallel=parallel or ParallelConfig(num_threads=1),

@@ -236,4 +236,4 @@ def test_what_keeps_a_gpu_busy_is_not_recorded(model: CausalLM) -> None:
     num_weights = sum(parameter.numel() for parameter in model.layers.parameters())
 
     assert max_prompt_tokens(model, 100) == 100
-    assert max_prompt_tokens(model, 10**12) == int(STARVING_FLOPS / 2 / num_weights)
+    assert 0 <= max_prompt_tokens(model, 10**12) - STARVING_FLOPS / 2 / num_weights < 64

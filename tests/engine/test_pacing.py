@@ -1,0 +1,106 @@
+"""Pacing: the longest begin first, prompts fill steps as long as nobody's end is put off, else they come at once."""
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phalanx.engine.pacing import longest_first
+from phalanx.workers.messages import ModelRunnerOutput
+from phalanx.workers.sampling_params import SamplingParams
+from support.engine import make_request, make_scheduler
+
+STEP_TOKENS, MOST, SEATS = 96, 600, 12
+LENGTHS = st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=SEATS)
+
+
+def steps_of(
+    lengths: list[tuple[int, int]], *, paced: int | None = STEP_TOKENS, seats: int = SEATS, **params: object
+) -> list[tuple[int, int]]:
+    """Run requests of (prompt, output) tokens to their ends. Returns each step's tokens, and those of prompts."""
+    scheduler, _ = make_scheduler(
+        num_blocks=4096, max_num_seqs=seats, max_num_batched_tokens=MOST, enable_prefix_caching=False,
+        **({} if paced is None else {"paced_step_tokens": paced}),
+    )  # fmt: skip
+    requests = [
+        make_request(
+            f"r{number}", num_prompt_tokens=prompt, **{"max_tokens": most, "ignore_eos": True, **params}
+        )
+        for number, (prompt, most) in enumerate(lengths)
+    ]
+    for request in sorted(requests, key=lambda request: longest_first(request.sampling_params)):
+        assert scheduler.add_request(request) is None
+    steps, num_outputs = [], 0
+    while scheduler.num_unfinished_requests:
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        sampling = [request.request_id for request in scheduler._in_flight[-1][1]]
+        steps.append((scheduled.total_num_scheduled_tokens, scheduler._in_flight[-1][2]))
+        num_outputs += len(sampling)
+        scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                step=scheduled.step, request_ids=sampling, sampled_token_ids=[1] * len(sampling)
+            ),
+        )
+        scheduler.check_invariants()
+    assert num_outputs == sum(most for _, most in lengths)
+    return steps
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+@example([(1, 1)])
+@example([(150, 80)] * SEATS)
+@example([(150, 2)] + [(150, 1)] * 11)
+def test_nobody_ends_later_than_the_longest_and_few_steps_are_large(lengths: list[tuple[int, int]]) -> None:
+    paced, unpaced = steps_of(lengths), steps_of(lengths, paced=None)
+
+    assert len(paced) <= len(unpaced) + 1
+    assert sum(tokens for tokens, _ in paced) == sum(tokens for tokens, _ in unpaced)
+    assert max(tokens for tokens, _ in paced) <= MOST
+
+
+def test_prompts_fill_the_steps_of_those_who_decode() -> None:
+    # The second may wait for 40 steps, and so on: far more than their prompts take at this rate.
+    lengths = [(96, 400 - 40 * number) for number in range(10)]
+
+    steps = steps_of(lengths)
+
+    assert [tokens for tokens, of_prompts in steps if of_prompts][:-1] == [STEP_TOKENS] * 10
+    assert len(steps) == 400
+
+
+def test_a_step_takes_more_when_slack_would_run_out() -> None:
+    # All but the first have to be there within five steps.
+    steps = steps_of([(96, 50)] + [(150, 46)] * 8)
+
+    assert len(steps) == 50
+    assert [of_prompts > 0 for _, of_prompts in steps[:6]] == [True] * 5 + [False]
+    assert max(tokens for tokens, _ in steps) < 350
+
+
+@settings(deadline=None, max_examples=30)
+@given(LENGTHS)
+def test_requests_of_one_length_or_of_none_come_as_fast_as_they_can(lengths: list[tuple[int, int]]) -> None:
+    of_one_length = [(prompt, 60) for prompt, _ in lengths]
+
+    assert steps_of(of_one_length) == steps_of(of_one_length, paced=None)
+    assert steps_of(lengths, ignore_eos=False) == steps_of(lengths, paced=None, ignore_eos=False)
+
+
+def test_more_requests_than_seats_come_as_fast_as_they_can() -> None:
+    lengths = [(50 + number, 90 - 7 * number) for number in range(10)]
+
+    assert steps_of(lengths, seats=3) == steps_of(lengths, paced=None, seats=3)
+
+
+def test_who_may_end_early_begins_before_the_longest() -> None:
+    early, short, long, least = (
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=5, ignore_eos=True),
+        SamplingParams(max_tokens=7, ignore_eos=True),
+        SamplingParams(max_tokens=8, min_tokens=8),
+    )
+    stops = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(4,))
+
+    assert [params.known_output_len for params in (early, short, long, least, stops)] == [None, 5, 7, 8, None]
+    assert sorted([short, early, least, long, stops], key=longest_first) == [early, stops, least, long, short]
