@@ -24,15 +24,16 @@ from .upload import upload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHidden:
-    """What the model has made of a step. Index tensors are int64 on the device.
+    """What the model has made of a step.
 
-    hidden:             [at least num_tokens, hidden_size], the step's tokens first; the next step may overwrite it
-    last_token_index:   [num_sampling] where the last tokens of the rows that sample stand
-    sampling_row_index: [num_sampling] numbers of these rows
+    of_tokens:          [at least num_tokens, hidden_size], the step's tokens first; the next step may overwrite it.
+                        None when only what samples was asked for, and nothing else was computed to its end
+    of_samples:         [num_sampling, hidden_size], of the last tokens of the rows that sample
+    sampling_row_index: [num_sampling] int64 on the device, numbers of these rows
     """
 
-    hidden: torch.Tensor
-    last_token_index: torch.Tensor
+    of_tokens: torch.Tensor | None
+    of_samples: torch.Tensor
     sampling_row_index: torch.Tensor
 
 
@@ -65,8 +66,11 @@ class ForwardPass:
         """Compute by these wherever they can."""
         self._recorded = recorded
 
-    def run(self, step: StepInput) -> StepHidden:
-        """Launch the model's pass over a step. Waits for nothing on a GPU."""
+    def run(self, step: StepInput, *, needs_all: bool) -> StepHidden:
+        """Launch the model's pass over a step. Waits for nothing on a GPU.
+
+        needs_all: every token's hidden states are wanted, not those alone that something is sampled from
+        """
         hidden = None
         if self._recorded is not None:
             if step.rows.query_lens.max() == 1:
@@ -74,11 +78,13 @@ class ForwardPass:
             if hidden is None:
                 hidden = self._replay_prompts(self._recorded, step)
         if hidden is None:
-            return self._launch(step)
+            return self._launch(step, needs_all=needs_all)
         sampling_rows = step.row_index[step.sampling_rows]
         last_token_index, sampling_row_index = upload([step.last_token_index, sampling_rows], self._device)
         return StepHidden(
-            hidden=hidden, last_token_index=last_token_index, sampling_row_index=sampling_row_index
+            of_tokens=hidden,
+            of_samples=hidden.index_select(0, last_token_index),
+            sampling_row_index=sampling_row_index,
         )
 
     def _replay_decode(self, recorded: RecordedSteps, step: StepInput) -> torch.Tensor | None:
@@ -100,7 +106,7 @@ class ForwardPass:
         recorded.prompts.load(size, step)
         return recorded.prompt_graphs.replay(size)
 
-    def _launch(self, step: StepInput) -> StepHidden:
+    def _launch(self, step: StepInput, *, needs_all: bool) -> StepHidden:
         tensors = make_step_tensors(
             step,
             self._batch.on_device,
@@ -109,11 +115,19 @@ class ForwardPass:
             device=self._device,
             is_paged=self._is_paged,
         )
-        hidden: torch.Tensor = self._model(
-            tensors.token_ids, tensors.positions, self._kv_caches, tensors.context
-        )
+        inputs = (tensors.token_ids, tensors.positions, self._kv_caches, tensors.context)
+        num_sampling = step.sampling_rows.size
+        if needs_all or num_sampling == len(step.token_ids):
+            hidden = self._model(*inputs)
+            of_samples = hidden.index_select(0, tensors.last_token_index)
+            return StepHidden(
+                of_tokens=hidden, of_samples=of_samples, sampling_row_index=tensors.sampling_row_index
+            )
+        # Where nothing samples any token will do: kernels and exchanges like to have one.
+        kept = tensors.last_token_index if num_sampling else tensors.positions.new_zeros(1)
+        hidden = self._model(*inputs, kept)
         return StepHidden(
-            hidden=hidden,
-            last_token_index=tensors.last_token_index,
+            of_tokens=None,
+            of_samples=hidden[:num_sampling],
             sampling_row_index=tensors.sampling_row_index,
         )

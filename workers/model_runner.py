@@ -128,20 +128,21 @@ class ModelRunner:
     ) -> StepInFlight:
         step = self._batch.build_step(scheduler_output.num_scheduled_tokens)
         self._on_phase("forward")
-        made = self._forward.run(step)
-        for chunk in self._batch.prompt_chunks(step):
-            self._prompt_logprobs.add(chunk, made.hidden)
+        chunks = self._batch.prompt_chunks(step)
+        hidden = self._forward.run(step, needs_all=bool(chunks))
+        for chunk in chunks:
+            assert hidden.of_tokens is not None
+            self._prompt_logprobs.add(chunk, hidden.of_tokens)
         copy = None
         # No rank enters the head when no row samples: all see the same step.
         if step.sampling_rows.size > 0:
             self._on_phase("sampling")
-            last_hidden = made.hidden.index_select(0, made.last_token_index)
             columns: VocabColumns = WHOLE
             if self._shard is None or self._batch.needs_whole_rows(step):
-                logits = self._model.compute_logits(last_hidden)
+                logits = self._model.compute_logits(hidden.of_samples)
             else:
                 columns = self._shard
-                logits = self._shard.fill(self._model.compute_own_logits(last_hidden))
+                logits = self._shard.fill(self._model.compute_own_logits(hidden.of_samples))
             masks = None
             if scheduler_output.needs_masks:
                 masks = receive_masks()
@@ -149,7 +150,7 @@ class ModelRunner:
             sampling = self._batch.sampling_batch(step, masks)
             sampled = sample(logits, sampling, columns)
             self._batch.sampling.append(sampled.token_ids)
-            self._batch.on_device.last_tokens.index_copy_(0, made.sampling_row_index, sampled.token_ids)
+            self._batch.on_device.last_tokens.index_copy_(0, hidden.sampling_row_index, sampled.token_ids)
             copy = StepCopy(sampled.token_ids, sampling.logprobs, sampled.logprobs)
         return self._await_copy(scheduler_output.step, step, self._batch.finish_step(step), copy)
 

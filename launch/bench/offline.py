@@ -98,7 +98,7 @@ def add_offline_arguments(
         action="append",
         metavar="NAME",
         default=None,
-        help=f"may be repeated ({', '.join(workloads)}). {names}; or a shape: 8x9-3:greedy",
+        help=f"may be repeated ({', '.join(workloads)}). {names}; or a shape: 8x9-3, 8x9-3:greedy, 8x9-3:filtered",
     )
     parser.add_argument("--repetitions", type=positive, default=repetitions, metavar="N",
                         help=f"runs ({repetitions})")  # fmt: skip
@@ -289,7 +289,13 @@ def _run_once(llm: LLM, workload: OfflineWorkload) -> float:
         raise BenchError("the prefix cache cannot be emptied: requests are still running")
     params = [
         SamplingParams(
-            temperature=workload.temperature, max_tokens=length, ignore_eos=True, detokenize=False, seed=index
+            temperature=workload.temperature,
+            top_k=workload.top_k,
+            top_p=workload.top_p,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            seed=index,
         )
         for index, length in enumerate(workload.output_lens)
     ]

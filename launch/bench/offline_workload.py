@@ -1,7 +1,8 @@
 """The workloads of the offline benchmarks, by name: prompts as token ids, and how many tokens each is to get. Pure.
 
 Called by: latency.py and throughput.py. A name is one of `NAMED`, or a shape: "64x512-256" is 64 prompts of 512
-tokens that get 256 each, drawn at temperature 0.6; "64x512-256:greedy" takes the likeliest.
+tokens that get 256 each, drawn at temperature 0.6; "64x512-256:greedy" takes the likeliest, and "64x512-256:filtered" draws
+from the likeliest 50, and of those from the first that make up 0.9.
 Invariant: the same name gives the same prompts on every machine, but for ids that a small vocabulary lacks.
 """
 
@@ -9,6 +10,7 @@ import random
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -25,16 +27,22 @@ NAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 """What each name stands for."""
-_SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)-([1-9]\d*)(:greedy)?")
+TOP_K, TOP_P = 50, 0.9
+_SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)-([1-9]\d*)(?::(greedy|filtered))?")
 
 
 class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that are all given at once. prompts and output_lens are parallel; temperature 0 is greedy."""
+    """Requests that are all given at once. prompts and output_lens are parallel; temperature 0 is greedy.
+
+    top_k, top_p: 0 and 1: off
+    """
 
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
 
     @property
     def prompt_lens(self) -> list[int]:
@@ -65,14 +73,17 @@ def make_workload(name: str, *, vocab_size: int) -> OfflineWorkload:
     shape = _SHAPE.fullmatch(NAMED.get(name, name))
     if shape is None:
         raise ValueError(
-            f"{name!r} is neither one of {', '.join(NAMED)} nor a shape like 64x512-256 or 64x512-256:greedy"
+            f"{name!r} is neither one of {', '.join(NAMED)} nor a shape like 64x512-256, 64x512-256:greedy or "
+            "64x512-256:filtered"
         )
+    filters: dict[str, Any] = {"top_k": TOP_K, "top_p": TOP_P} if shape.group(4) == "filtered" else {}
     num_requests, prompt_len, output_len = (int(number) for number in shape.groups()[:3])
     return OfflineWorkload(
         name=name,
         prompts=[[rng.randint(0, highest) for _ in range(prompt_len)] for _ in range(num_requests)],
         output_lens=[output_len] * num_requests,
-        temperature=0.0 if shape.group(4) else TEMPERATURE,
+        temperature=0.0 if shape.group(4) == "greedy" else TEMPERATURE,
+        **filters,
     )
 
 

@@ -56,6 +56,10 @@ def test_a_workload_is_named_or_a_shape_and_the_same_each_time() -> None:
     assert (batch.output_lens, batch.temperature) == ([256] * 64, 0.0)
     assert batch.prompts == make_workload("64x512-256:greedy", vocab_size=151_936).prompts
 
+    filtered = make_workload("64x512-256:filtered", vocab_size=32_000)
+    assert (filtered.prompts, filtered.temperature) == (batch.prompts, 0.6)
+    assert (filtered.top_k, filtered.top_p, batch.top_k, batch.top_p) == (50, 0.9, 0, 1.0)
+
     tiny = make_workload("3x5-7", vocab_size=11)
     assert all(0 <= token_id < 11 for prompt in tiny.prompts for token_id in prompt)
     assert shorten(tiny, 4).output_lens == [4] * 3

@@ -19,7 +19,10 @@ from .shard import TensorShard
 
 
 class DecoderLayer(PlainModule, ABC):
-    """One layer. Takes and returns (hidden states, residual), each [num_tokens, hidden_size]; their sum counts."""
+    """One layer. Takes and returns (hidden states, residual), each [num_tokens, hidden_size]; their sum counts.
+
+    kept: [n] int64, the tokens of which anybody reads what the layer returns, which is of these alone; None: all
+    """
 
     @abstractmethod
     def forward(
@@ -29,6 +32,7 @@ class DecoderLayer(PlainModule, ABC):
         angles: tuple[torch.Tensor, torch.Tensor],
         kv_cache: LayerKVCache,
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @abstractmethod
@@ -58,9 +62,12 @@ class PreNormLayer(DecoderLayer):
         angles: tuple[torch.Tensor, torch.Tensor],
         kv_cache: LayerKVCache,
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         qkv, residual = self.input_norm.project(x, residual, self.attention.qkv_proj)
-        x = self.attention.attend(qkv, angles, kv_cache, context)
+        x = self.attention.attend(qkv, angles, kv_cache, context, kept)
+        if kept is not None:
+            residual = residual.index_select(0, kept)
         gate_up, residual = self.post_norm.project(x, residual, self.mlp.gate_up_proj)
         return self.mlp.project_down(gate_up), residual
 

@@ -21,7 +21,7 @@ from .shard import TensorShard
 
 
 class SelfAttention(PlainModule):
-    """[num_tokens, hidden_size] -> the same.
+    """[num_tokens, hidden_size] -> the same, or the rows of it that are asked for.
 
     angles:      as `RotaryEmbedding.angles` gives them
     scale:       of the products of queries and keys; None: the inverse square root of the head size
@@ -78,8 +78,9 @@ class SelfAttention(PlainModule):
         angles: tuple[torch.Tensor, torch.Tensor],
         kv_cache: LayerKVCache,
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.attend(self.qkv_proj(x), angles, kv_cache, context)
+        return self.attend(self.qkv_proj(x), angles, kv_cache, context, kept)
 
     def attend(
         self,
@@ -87,14 +88,17 @@ class SelfAttention(PlainModule):
         angles: tuple[torch.Tensor, torch.Tensor],
         kv_cache: LayerKVCache,
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What follows `qkv_proj`."""
+        """What follows `qkv_proj`. kept: see `DecoderLayer`."""
         # [num_tokens, heads, head_size]
         qkv = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_size)
         if is_fused(qkv):
             output = self._attend_fused(qkv, angles, kv_cache, context)
         else:
             output = self._attend_plain(qkv, angles, kv_cache, context)
+        if kept is not None:
+            output = output.index_select(0, kept)
         result: torch.Tensor = self.o_proj(output.flatten(1))
         return result
 

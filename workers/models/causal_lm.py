@@ -100,16 +100,24 @@ class CausalLM(nn.Module, ABC):
         positions: torch.Tensor,
         kv_caches: Sequence[LayerKVCache],
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute a step.
 
         token_ids, positions: [num_tokens] int64; kv_caches: one for each layer
-        returns               [num_tokens, hidden_size] of `activation_dtype`
+        kept:                 [n] int64, tokens whose hidden states are wanted; None: all. What the last layer does
+                              behind its attention is then done for them alone
+        returns               [num_tokens or n, hidden_size] of `activation_dtype`
         """
         angles = [rotary.angles(positions) for rotary in self.rotaries]
         x, residual = self.embed(token_ids).to(self.activation_dtype), None
-        for layer, kv_cache, rotary in zip(self.layers, kv_caches, self.rotary_of_layer, strict=True):
-            x, residual = layer(x, residual, angles[rotary], kv_cache, context)
+        last = len(self.layers) - 1
+        for index, (layer, kv_cache, rotary) in enumerate(
+            zip(self.layers, kv_caches, self.rotary_of_layer, strict=True)
+        ):
+            x, residual = layer(
+                x, residual, angles[rotary], kv_cache, context, kept if index == last else None
+            )
         x, _ = self.norm(x, residual)
         return x
 

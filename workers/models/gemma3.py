@@ -70,9 +70,12 @@ class Gemma3Layer(DecoderLayer):
         angles: tuple[torch.Tensor, torch.Tensor],
         kv_cache: LayerKVCache,
         context: ForwardContext,
+        kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm(x, residual)
-        x, _ = self.attention_norm(self.attention(x, angles, kv_cache, context))
+        if kept is not None:
+            residual = residual.index_select(0, kept)
+        x, _ = self.attention_norm(self.attention(x, angles, kv_cache, context, kept))
         x, residual = self.pre_mlp_norm(x, residual)
         x, _ = self.mlp_norm(self.mlp(x))
         return x, residual
