@@ -1,7 +1,7 @@
 """The workloads of the offline benchmarks, by name: prompts as token ids, and how many tokens each is to get. Pure.
 
 Called by: latency.py and throughput.py. A name is one of `NAMED`, or a shape: "64x512-256" is 64 prompts of 512
-tokens that get 256 each, drawn at temperature 0.6; "64x512-256:greedy" takes the likeliest, and "64x512-256:filtered" draws
+tokens that get 256 each, drawn at temperature 0.6; "64x512-256:greedy" takes the likeliest, "64x512-256:filtered" draws
 from the likeliest 50, and of those from the first that make up 0.9.
 Invariant: the same name gives the same prompts on every machine, but for ids that a small vocabulary lacks.
 """
