@@ -26,9 +26,10 @@ from .upload import upload
 class StepHidden:
     """What the model has made of a step.
 
-    of_tokens:          [at least num_tokens, hidden_size], the step's tokens first; the next step may overwrite it.
-                        None when only what samples was asked for, and nothing else was computed to its end
-    of_samples:         [num_sampling, hidden_size], of the last tokens of the rows that sample
+    of_tokens:          [num_tokens, hidden_size]; None when only what samples was asked for, and nothing else was
+                        computed to its end
+    of_samples:         [num_sampling, hidden_size], of the last tokens of the rows that sample; the next step may
+                        overwrite it
     sampling_row_index: [num_sampling] int64 on the device, numbers of these rows
     """
 
@@ -71,19 +72,18 @@ class ForwardPass:
 
         needs_all: every token's hidden states are wanted, not those alone that something is sampled from
         """
-        hidden = None
-        if self._recorded is not None:
+        of_samples = None
+        if self._recorded is not None and not needs_all:
             if step.rows.query_lens.max() == 1:
-                hidden = self._replay_decode(self._recorded, step)
-            if hidden is None:
-                hidden = self._replay_prompts(self._recorded, step)
-        if hidden is None:
+                of_samples = self._replay_decode(self._recorded, step)
+            if of_samples is None:
+                of_samples = self._replay_prompts(self._recorded, step)
+        if of_samples is None:
             return self._launch(step, needs_all=needs_all)
-        sampling_rows = step.row_index[step.sampling_rows]
-        last_token_index, sampling_row_index = upload([step.last_token_index, sampling_rows], self._device)
+        (sampling_row_index,) = upload([step.row_index[step.sampling_rows]], self._device)
         return StepHidden(
-            of_tokens=hidden,
-            of_samples=hidden.index_select(0, last_token_index),
+            of_tokens=None,
+            of_samples=of_samples[: step.sampling_rows.size],
             sampling_row_index=sampling_row_index,
         )
 

@@ -1,4 +1,4 @@
-"""PromptStep: the model's pass over a step that holds prompts, from one buffer of the host to hidden states.
+"""PromptStep: the model's pass over a step that holds prompts, from one buffer of the host to what is sampled from.
 
 Called by: forward_pass.py, by way of cuda_graphs.py. As DecodeStep it reads nothing but persistent tensors, the rows
 (device_rows.py) and a buffer that the host fills for each step, so it can be recorded: one by one the kernels of such a
@@ -8,7 +8,8 @@ for each step as it needs it.
 A recording is of so many tokens, and has room for so many decoding rows and so many prompts; the rest is padding.
 
     the host's buffer, for n tokens, G KV cache groups and r rows of which p are prompts
-    ids n | positions n | rows of the tokens n | slots G * n | rows r | lengths r | where prompts begin p + 1
+    ids n | positions n | rows of the tokens n | slots G * n
+    rows r | lengths r | tokens that are sampled from r | where prompts begin p + 1
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from .upload import pinned_ints
 
 TOKENS_PER_PROMPT = 8
 """A recording has room for one prompt in so many tokens."""
-NUM_TOKEN_LISTS = 3
+NUM_TOKEN_LISTS, NUM_ROW_LISTS = 3, 3
 
 
 class PromptStep:
@@ -83,9 +84,10 @@ class PromptStep:
         tokens[2, :num_tokens] = step.row_index[step.row_of_token]
         tokens[NUM_TOKEN_LISTS:, :num_tokens] = slot_mapping(step.rows)
         first_prompt = self._num_decode_rows(size)
-        for of_all, numbers in zip(rows, (step.row_index, step.rows.kv_lens), strict=True):
+        for of_all, numbers in zip(rows[:2], (step.row_index, step.rows.kv_lens), strict=True):
             of_all[:num_decode] = numbers[:num_decode]
             of_all[first_prompt : first_prompt + num_prompts] = numbers[num_decode:]
+        rows[2, : len(step.last_token_index)] = step.last_token_index
         starts[0] = num_decode
         starts[1 : 1 + num_prompts] = num_decode + np.cumsum(query_lens[num_decode:])
         starts[1 + num_prompts :] = num_tokens
@@ -93,10 +95,10 @@ class PromptStep:
         self._send(buffer)
 
     def compute(self, size: int) -> torch.Tensor:
-        """Compute what was loaded: hidden states [size, hidden_size], the step's tokens first."""
+        """Compute what was loaded: hidden states [at most size, hidden_size], those that are sampled from first."""
         end_tokens, end_rows, end = self._parts(size)
         ids, positions, row_of_token, *slots = self._buffer[:end_tokens].view(-1, size).unbind(0)
-        row_index, kv_lens = self._buffer[end_tokens:end_rows].view(2, -1).unbind(0)
+        row_index, kv_lens, kept = self._buffer[end_tokens:end_rows].view(NUM_ROW_LISTS, -1).unbind(0)
         token_ids = torch.where(ids == ON_DEVICE, self._rows.last_tokens.index_select(0, row_of_token), ids)
         context = ForwardContext(
             windows=self._windows,
@@ -111,7 +113,7 @@ class PromptStep:
                 max_kv_len=self._max_model_len,
             ),
         )
-        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context)
+        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, context, kept[:size])
         return hidden
 
     def _num_decode_rows(self, size: int) -> int:
@@ -123,7 +125,7 @@ class PromptStep:
     def _parts(self, size: int) -> tuple[int, int, int]:
         """Where the lists of tokens end in the buffer, those of rows, and where prompts begin."""
         end_tokens = (NUM_TOKEN_LISTS + self._num_groups) * size
-        end_rows = end_tokens + 2 * (self._num_decode_rows(size) + self._num_prompts(size))
+        end_rows = end_tokens + NUM_ROW_LISTS * (self._num_decode_rows(size) + self._num_prompts(size))
         return end_tokens, end_rows, end_rows + self._num_prompts(size) + 1
 
     def _padding(self, size: int) -> tuple[torch.Tensor, Ints, Ints, Ints]:
@@ -132,10 +134,10 @@ class PromptStep:
         buffer = pinned_ints(end, self._device)
         numbers = buffer.numpy()
         tokens = numbers[:end_tokens].reshape(-1, size)
-        rows, starts = numbers[end_tokens:end_rows].reshape(2, -1), numbers[end_rows:]
+        rows, starts = numbers[end_tokens:end_rows].reshape(NUM_ROW_LISTS, -1), numbers[end_rows:]
         padding_row = self._rows.padding_row
         tokens[0], tokens[1], tokens[2], tokens[NUM_TOKEN_LISTS:] = 0, 0, padding_row, -1
-        rows[0], rows[1] = padding_row, 0
+        rows[0], rows[1:] = padding_row, 0
         starts[:] = 0
         return buffer, tokens, rows, starts
 
