@@ -40,7 +40,7 @@ def compile_kernels(
 ) -> None:
     """See the module."""
     # Imported here: Triton is there only where there is a GPU.
-    from .kernels import triton_decode_inputs, triton_few_rows
+    from .kernels import triton_decode_inputs, triton_few_rows, triton_linear
     from .kernels.compile_ahead import compiling_ahead
 
     device = next(model.parameters()).device
@@ -79,7 +79,8 @@ def compile_kernels(
         )
         positions = torch.arange(num_tokens, device=device)
         model(torch.zeros_like(positions), positions, kv_caches, paged_context(prompt, shape.windows, device))
-        sizes = (*SMALL_SIZES, *triton_few_rows.ROW_PADS, max_num_seqs)
+        # Also numbers of rows that no recording has: the last layer of a step with prompts has as many as are sampled.
+        sizes = (*SMALL_SIZES, *range(1, triton_linear.MAX_ROWS), *triton_few_rows.ROW_PADS, max_num_seqs)
         for size in sorted({min(size, max_num_seqs) for size in sizes}):
             decode.load_padding(size)
             decode.compute(size)

@@ -15,6 +15,7 @@ from .layers.attention import LayerKVCache
 from .models.causal_lm import CausalLM
 from .paged_rows import PagedRows
 from .prompt_step import PromptStep
+from .transformer_config import TransformerConfig
 from .worker_config import WorkerConfig
 
 STARVING_FLOPS = 1e13
@@ -104,10 +105,12 @@ def make_decode_step(
     )
 
 
-def max_prompt_tokens(model: CausalLM, max_num_batched_tokens: int) -> int:
-    """Return how many tokens the largest step with prompts has that is worth a recording: see STARVING_FLOPS."""
-    num_weights = sum(parameter.numel() for parameter in model.layers.parameters())
-    worthwhile = int(STARVING_FLOPS / (2 * max(1, num_weights)))
+def max_prompt_tokens(config: TransformerConfig, *, num_ranks: int, max_num_batched_tokens: int) -> int:
+    """Return how many tokens the largest step with prompts has that is worth a recording: see STARVING_FLOPS.
+
+    The same on every rank, also where one has more of the weights than another: they record together.
+    """
+    worthwhile = int(STARVING_FLOPS * num_ranks / (2 * config.num_layer_weights))
     return min(max_num_batched_tokens, -(-worthwhile // ROUNDED_TO) * ROUNDED_TO)
 
 
@@ -141,13 +144,20 @@ def record_steps(
         device=device,
         prepare=make_decode_inputs,
     )
-    sizes = prompt_sizes(max_prompt_tokens(model, config.max_num_batched_tokens) if records_prompts else 0)
+    max_tokens = 0
+    if records_prompts:
+        max_tokens = max_prompt_tokens(
+            model.config,
+            num_ranks=config.parallel.tensor_parallel_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+    sizes = prompt_sizes(max_tokens)
     prompts = PromptStep(
         model,
         kv_caches,
         rows,
         windows=windows,
-        max_tokens=max(sizes, default=0),
+        max_tokens=max_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         device=device,

@@ -118,6 +118,13 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Numbers in the matrices of all layers."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        per_layer = heads * self.head_dim + 3 * self.intermediate_size
+        return self.num_hidden_layers * self.hidden_size * per_layer
+
     def window(self, layer: int) -> int | None:
         """Tokens that a query of this layer sees at most, itself among them; None: all."""
         return self.sliding_window if self.layer_types[layer] is LayerType.SLIDING else None

@@ -60,11 +60,9 @@ def model_cost(config: TransformerConfig, dtype: str) -> ModelCost:
     """Count a dense model. dtype: of weights and cache, one of BYTES_PER_NUMBER (KeyError)."""
     query_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
-    attention = config.hidden_size * (2 * query_size + 2 * kv_size)
-    mlp = 3 * config.hidden_size * config.intermediate_size
     number_bytes = BYTES_PER_NUMBER[dtype]
     return ModelCost(
-        layer_weights=config.num_hidden_layers * (attention + mlp),
+        layer_weights=config.num_layer_weights,
         head_weights=config.vocab_size * config.hidden_size,
         attention_ops=4 * query_size * config.num_hidden_layers,
         kv_bytes_per_token=2 * kv_size * config.num_hidden_layers * number_bytes,

@@ -233,7 +233,10 @@ def test_a_recording_has_room_for_a_prompt_in_eight_tokens(
 
 
 def test_what_keeps_a_gpu_busy_is_not_recorded(model: CausalLM) -> None:
-    num_weights = sum(parameter.numel() for parameter in model.layers.parameters())
+    config = model.config
 
-    assert max_prompt_tokens(model, 100) == 100
-    assert 0 <= max_prompt_tokens(model, 10**12) - STARVING_FLOPS / 2 / num_weights < 64
+    assert max_prompt_tokens(config, num_ranks=1, max_num_batched_tokens=100) == 100
+    for num_ranks in (1, 3):
+        enough = STARVING_FLOPS * num_ranks / 2 / config.num_layer_weights
+        most = max_prompt_tokens(config, num_ranks=num_ranks, max_num_batched_tokens=10**12)
+        assert 0 <= most - enough < 64
