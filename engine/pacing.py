@@ -57,7 +57,8 @@ class Pacer:
             needed = max(needed, -(-num_tokens // (1 + max(0, slack))))
         num_decoding = len(running) - len(begun)
         filling = max(self._step_tokens - num_decoding, _LEAST_PROMPT_TOKENS)
-        return min(self._most, num_decoding + max(needed, filling))
+        # Everyone who runs gets a token at least.
+        return min(self._most, num_decoding + max(needed, filling, len(begun)))
 
 
 def _steps_left(request: Request) -> int:

@@ -13,7 +13,8 @@ import msgspec
 
 from ..shm.errors import ServingError
 
-MAX_SEED = 2**63 - 1
+MAX_INT = 2**63 - 1
+"""What goes over the wire; of seeds the smallest is one less than its negative."""
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 MAX_LARK_CHARACTERS = 1 << 16
 """Rules are read by recursion; a chain of them this long takes some 80 MB."""
@@ -142,7 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         self._check_distribution()
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            _check_int("seed", self.seed, -MAX_INT - 1, None)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
@@ -233,8 +234,8 @@ def _require(condition: bool, field: str, problem: str) -> None:
 
 def _number(field: str, value: Any, low: float, high: float) -> float:
     # A NaN is in no range. True is an int to Python, and to nobody else.
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    _require(ok, field, f"must be a number in [{low:g}, {high:g}], not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise SamplingParamsError(field, f"must be a number in [{low:g}, {high:g}], not {_shown(value)}")
     try:
         return float(value)
     except OverflowError:
@@ -242,14 +243,19 @@ def _number(field: str, value: Any, low: float, high: float) -> float:
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:
-    ok = (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and low <= value
-        and (high is None or value <= high)
-    )
-    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-    _require(ok, field, f"must be an integer {bounds}, not {value!r}")
+    """high: None: what goes over the wire at most."""
+    most = MAX_INT if high is None else high
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
+        is_short = high is None and not (isinstance(value, int) and value > most)
+        bounds = f"at least {low}" if is_short else f"in [{low}, {most}]"
+        raise SamplingParamsError(field, f"must be an integer {bounds}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:
+        return "one of thousands of digits"
 
 
 def _listed(field: str, value: Any, limit: int | None) -> tuple[Any, ...]:
