@@ -78,7 +78,7 @@ def test_values_out_of_bounds_name_their_field(field: str, value: object) -> Non
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("number", [10**5000, -(10**5000)])
+@pytest.mark.parametrize("number", [10**5000, -(10**5000)], ids=["positive", "negative"])
 def test_numbers_too_long_to_be_printed_name_their_field_like_any_other(number: int) -> None:
     for field in ("max_tokens", "seed", "top_p", "temperature", "n"):
         with pytest.raises(SamplingParamsError, match=f"{field}: must be .* not one of thousands of digits"):
