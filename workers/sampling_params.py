@@ -175,7 +175,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._set_number("temperature", 0.0, 2.0)
         self._set_number("top_p", 0.0, 1.0)
         _require(self.top_p > 0.0, "top_p", "must be greater than 0")
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, math.inf)  # lowered below
         if self.top_k > MAX_TOP_K:
             msgspec.structs.force_setattr(self, "top_k", MAX_TOP_K)
         self._set_number("min_p", 0.0, 1.0)
@@ -242,11 +242,11 @@ def _number(field: str, value: Any, low: float, high: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _check_int(field: str, value: object, low: int, high: int | None) -> None:
+def _check_int(field: str, value: object, low: int, high: float | None) -> None:
     """high: None: what goes over the wire at most."""
     most = MAX_INT if high is None else high
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
-        is_short = high is None and not (isinstance(value, int) and value > most)
+        is_short = high in (None, math.inf) and not (isinstance(value, int) and value > most)
         bounds = f"at least {low}" if is_short else f"in [{low}, {most}]"
         raise SamplingParamsError(field, f"must be an integer {bounds}, not {_shown(value)}")
 
