@@ -24,7 +24,8 @@ class SchedulerConfig:
     """Part of a step's tokens that one prompt may take while other prompts wait for theirs. 1: all that is left."""
     paced_step_tokens: int | None = None
     """Tokens of a step while prompts may wait for a later one (pacing.py). None: prompts come as fast as they can, as
-    they must where clients wait for first tokens; `LLM`, which has all requests at once, paces large models on GPUs."""
+    they must where clients wait for first tokens; `LLM`, which has all requests at once, paces large models on GPUs.
+    max_num_batched_tokens: no pacing."""
     kv_events: bool = False
     """Keep a log of what the prefix cache holds, for front ends that follow it. Costs microseconds a block."""
     kv_events_address: str | None = None

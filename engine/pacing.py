@@ -40,7 +40,11 @@ class Pacer:
         self._max_num_seqs = max_num_seqs
 
     def budget(self, running: Sequence[Request], waiting: Iterable[Request], num_waiting: int) -> int:
-        """Return the tokens of the next step, decoding rows included. waiting: in the order in which they begin."""
+        """Return the tokens of the next step, decoding rows included.
+
+        waiting: in the order of their arrival, which `LLM` makes that of their lengths. Whether there are blocks for
+        all is not looked at: where there are not, a batch ends a few steps later than it might.
+        """
         begun = [request for request in running if request.num_prefill_tokens > 0]
         if not begun and not num_waiting:
             return self._most

@@ -1,9 +1,10 @@
 """StepGraphs: steps of some sizes recorded once, and launched as a whole.
 
-Called by: the model runner. A step of a small model is a few hundred kernels of a few microseconds; launched one by one
-they would wait for the host. What is recorded is a function of persistent tensors, so a replay reads what lies there
-then. The graphs share one pool of memory, the largest is recorded first, and only one may run at a time: they are
-launched on one stream, and what one has put out is read before the next is launched. Nothing here knows what a step is.
+Called by: recorded_steps.py makes them, the model runner and forward_pass.py replay. A step of a small model is a few
+hundred kernels of a few microseconds; launched one by one they would wait for the host. What is recorded is a function
+of persistent tensors, so a replay reads what lies there then. The graphs share one pool of memory, the largest is
+recorded first, and only one may run at a time: they are launched on one stream, and what one has put out is read before
+the next is launched. Nothing here knows what a step is.
 """
 
 from collections.abc import Callable, Sequence

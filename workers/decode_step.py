@@ -1,8 +1,9 @@
 """DecodeStep: one step of rows with one new token each, from rows on the device to tokens on the device.
 
-Called by: the model runner, by way of cuda_graphs.py. Everything it reads lies in persistent tensors: the rows
-(device_rows.py) and one small buffer that the host fills for each step. It waits for nothing on the host, so it can be
-recorded, and a step can be launched while the one before it still computes the tokens that this one starts from.
+Called by: the model runner and forward_pass.py, by way of cuda_graphs.py. Everything it reads lies in persistent
+tensors: the rows (device_rows.py) and one small buffer that the host fills for each step. It waits for nothing on the
+host, so it can be recorded, and a step can be launched while the one before it still computes the tokens that this one
+starts from.
 
     the host's buffer, for n rows and G KV cache groups     rows n | positions n | sample positions n | new blocks G * n
 """

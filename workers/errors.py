@@ -12,7 +12,7 @@ class DeviceMemoryError(WorkerError):
 
 
 class GraphError(WorkerError):
-    """A decode step could not be recorded as a CUDA graph. Says why, and how to do without."""
+    """A step could not be recorded as a CUDA graph. Says why, and how to do without."""
 
 
 class WeightsError(WorkerError):

@@ -1,6 +1,7 @@
 """ForwardContext: what the attention layers must know of one step. Built once per step, passed as an argument.
 
-Called by: the model runner builds it; layers/attention.py and kernels/ read it. Runs in a worker process.
+Called by: step_tensors.py and the recorded steps build it; layers/attention.py and kernels/ read it. Runs in a worker
+process.
 
 A step holds rows (requests), each with `query_len` new tokens at the end of `kv_len` tokens in all. Rows of alike
 lengths form a group, and one call computes the group, so no loop over requests is left in decode:

@@ -1,7 +1,8 @@
 """PagedRows: the rows of one step as paged attention kernels on a GPU take them.
 
-Called by: the model runner makes it, on the device and without waiting for it; attention backends read it. Rows with
-one new token, decoding ones, stand first, so that a backend may compute them and the others in two calls.
+Called by: decode_step.py, prompt_step.py and step_tensors.py make it, on the device and without waiting for it;
+attention backends read it. Rows with one new token, decoding ones, stand first, so that a backend may compute them and
+the others in two calls.
 
     rows      0 .. num_decode_rows        one new token each, or padding of a CUDA graph
               num_decode_rows .. num_rows prompts and parts of them, or padding

@@ -1,4 +1,7 @@
-"""From a model on a GPU to its recorded steps. Called by: Worker, once, when the KV cache is there."""
+"""From a model on a GPU to its recorded steps.
+
+Called by: Worker, whenever it has made a KV cache; compile_kernels.py puts a decode step together by it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +51,8 @@ class RecordedSteps:
         # Those with prompts first: they take the most memory, which the others then find there.
         self.prompt_graphs.capture(pool, on_size)
         self.decode_graphs.capture(pool, on_size)
+        # What steps took before they were recorded belongs to a stream on which nothing runs from now on.
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Give the recordings up. Idempotent."""
@@ -105,13 +110,13 @@ def make_decode_step(
     )
 
 
-def max_prompt_tokens(config: TransformerConfig, *, num_ranks: int, max_num_batched_tokens: int) -> int:
+def max_prompt_tokens(config: TransformerConfig, *, num_ranks: int, most: int) -> int:
     """Return how many tokens the largest step with prompts has that is worth a recording: see STARVING_FLOPS.
 
     The same on every rank, also where one has more of the weights than another: they record together.
     """
     worthwhile = int(STARVING_FLOPS * num_ranks / (2 * config.num_layer_weights))
-    return min(max_num_batched_tokens, -(-worthwhile // ROUNDED_TO) * ROUNDED_TO)
+    return min(most, -(-worthwhile // ROUNDED_TO) * ROUNDED_TO)
 
 
 def record_steps(
@@ -122,13 +127,14 @@ def record_steps(
     *,
     windows: Sequence[int | None],
     max_model_len: int,
-    records_prompts: bool,
+    max_recorded_tokens: int,
     device: torch.device,
     on_progress: Callable[[int, int], None],
 ) -> RecordedSteps:
     """Record decode steps, and steps with prompts as far as that helps. Raises DeviceMemoryError, GraphError.
 
-    records_prompts: the attention backend allows it; on_progress: told how many recordings of how many are done
+    max_recorded_tokens: of a step with prompts, as the attention backend has it
+    on_progress: told how many recordings of how many are done
     Ranks of a replica do so at the same time: each step is computed before it is recorded, with the exchanges in it.
     """
     from .kernels.triton_decode_inputs import make_decode_inputs
@@ -144,13 +150,11 @@ def record_steps(
         device=device,
         prepare=make_decode_inputs,
     )
-    max_tokens = 0
-    if records_prompts:
-        max_tokens = max_prompt_tokens(
-            model.config,
-            num_ranks=config.parallel.tensor_parallel_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+    max_tokens = max_prompt_tokens(
+        model.config,
+        num_ranks=config.parallel.tensor_parallel_size,
+        most=min(max_recorded_tokens, config.max_num_batched_tokens),
+    )
     sizes = prompt_sizes(max_tokens)
     prompts = PromptStep(
         model,
@@ -174,8 +178,8 @@ def record_steps(
         recorded.capture(on_progress)
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
-            f"no room on {device} for CUDA graphs beside the KV cache; lower cache.memory_utilization or "
-            "scheduler.max_num_seqs, or set model.enforce_eager"
+            f"no room on {device} for CUDA graphs beside the KV cache; lower cache.memory_utilization, "
+            "scheduler.max_num_seqs or scheduler.max_num_batched_tokens, or set model.enforce_eager"
         ) from error
     except RuntimeError as error:
         raise GraphError(

@@ -1,7 +1,7 @@
 """StepTensors: a step on the device, of any kind of rows, made from what the host knows of it.
 
-Called by: the model runner. On a GPU nothing here waits for the device: one copy from pinned memory takes everything,
-and tokens that only the device knows are looked up there.
+Called by: forward_pass.py, for a step that is launched kernel by kernel. On a GPU nothing here waits for the device:
+one copy from pinned memory takes everything, and tokens that only the device knows are looked up there.
 """
 
 from collections.abc import Sequence

@@ -264,7 +264,7 @@ class Worker:
                 config,
                 windows=self._shape.windows,
                 max_model_len=self._max_model_len,
-                records_prompts=self._attention.records_prompts,
+                max_recorded_tokens=self._attention.max_recorded_tokens,
                 device=self._device,
                 on_progress=self._on_progress,
             )

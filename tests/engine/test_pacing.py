@@ -87,6 +87,31 @@ def test_requests_of_one_length_or_of_none_come_as_fast_as_they_can(lengths: lis
     assert steps_of(lengths, ignore_eos=False) == steps_of(lengths, paced=None, ignore_eos=False)
 
 
+def test_everyone_who_runs_gets_a_token_however_many_prompts_have_begun() -> None:
+    scheduler, _ = make_scheduler(
+        num_blocks=40_000, max_num_seqs=256, max_num_batched_tokens=2000, long_prefill_share=0.01, paced_step_tokens=64,
+        max_model_len=2000, enable_prefix_caching=False,
+    )  # fmt: skip
+    for number in range(256):
+        output_len = 900 if number < 155 else 3 + number
+        request = make_request(
+            f"r{number}", num_prompt_tokens=1 if number < 155 else 600, max_tokens=output_len, ignore_eos=True
+        )
+        assert scheduler.add_request(request) is None
+    for _ in range(40):
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        assert min(scheduled.num_scheduled_tokens.values()) >= 1
+        assert scheduled.total_num_scheduled_tokens <= 2000
+        sampling = [request.request_id for request in scheduler._in_flight[-1][1]]
+        scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                step=scheduled.step, request_ids=sampling, sampled_token_ids=[1] * len(sampling)
+            ),
+        )
+
+
 def test_more_requests_than_seats_come_as_fast_as_they_can() -> None:
     lengths = [(50 + number, 90 - 7 * number) for number in range(10)]
 

@@ -1,7 +1,8 @@
-"""Recorded decode steps choose the tokens of steps whose kernels are launched one by one, and of transformers."""
+"""Recorded steps choose the tokens of steps whose kernels are launched one by one, and of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from phalanx import LLM, SamplingParams
+from phalanx.workers.cuda_graphs import StepGraphs
+from phalanx.workers.decode_step import DecodeOutput
 from support.tiny_models import TRAINED, write_tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +48,18 @@ def generate(folder: Path, params: list[SamplingParams], **settings: object) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
-def test_graphs_on_and_off_agree(folder: Path, dtype: str, max_num_batched_tokens: int) -> None:
+def test_graphs_on_and_off_agree(
+    folder: Path, dtype: str, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = set()
+    replay = StepGraphs.replay
+
+    def watched(self: StepGraphs[Any], size: int) -> Any:
+        output = replay(self, size)
+        kinds.add(type(output))
+        return output
+
+    monkeypatch.setattr(StepGraphs, "replay", watched)
     params = [
         # Of different lengths, so that batches shrink; some rows leave the graphs for a filter.
         SamplingParams(
@@ -58,8 +72,12 @@ def test_graphs_on_and_off_agree(folder: Path, dtype: str, max_num_batched_token
     # All prompts in one step, or a part of one at a time beside rows that decode.
     settings = {"dtype": dtype, "max_num_batched_tokens": max_num_batched_tokens}
     recorded = generate(folder, params, **settings)
+    # Steps with prompts give hidden states, those that decode tokens as well.
+    assert kinds == {torch.Tensor, DecodeOutput}
+    kinds.clear()
 
     assert recorded == generate(folder, params, enforce_eager=True, **settings)
+    assert not kinds
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

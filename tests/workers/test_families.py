@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from phalanx.shm.errors import ConfigError
+from phalanx.workers.sampling_params import SamplingParams
 from phalanx.workers.transformer_config import LayerType, RopeConfig, RopeType, read_transformer_config
 from support.random_models import (
     edit_config,
@@ -78,6 +79,18 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, name
 
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=1e-4)
     assert tokens == reference_tokens(reference, PROMPT, NUM_TOKENS)
+
+
+def test_soft_limits_hold_for_each_ranks_part_of_the_logits(tmp_path: Path) -> None:
+    model_type, fields = FAMILIES["gemma3 with soft limits"]
+    write_random_model(tmp_path, model_type, **fields)
+    drawn = []
+    for tp_size in (1, 2):
+        with open_ranks(tmp_path, tp_size) as driver:
+            driver.add("a", PROMPT, SamplingParams(temperature=1.0, max_tokens=100))
+            drawn.append(driver.generate("a", 20))
+
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 with a window", "gemma3"])

@@ -28,6 +28,7 @@ from phalanx.workers.recorded_steps import (
 from phalanx.workers.sampling_params import SamplingParams
 from support.kernel_device import DEVICE
 from support.model_steps import StepDriver, make_worker
+from support.random_models import write_random_model
 from support.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.skipif(
@@ -81,16 +82,31 @@ class PlainPagedAttention(AttentionBackend):
             cache[blocks, tokens % BLOCK_SIZE].repeat_interleave(group, dim=1)
             for cache in (seen.k_cache, seen.v_cache)
         )
-        positions = torch.arange(kv_len - q.shape[0], kv_len)
+        positions = torch.arange(kv_len - q.shape[0], kv_len)[:, None]
+        is_hidden = tokens > positions
+        if seen.window is not None:
+            is_hidden |= tokens <= positions - seen.window
         scores = torch.einsum("qhd,khd->hqk", q, k) * seen.scale
-        scores = scores.masked_fill(tokens > positions[:, None], -torch.inf)
+        scores = scores.masked_fill(is_hidden, -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CausalLM]:
-    """A model whose attention reads block tables."""
-    worker = make_worker(write_tiny_llama(tmp_path_factory.mktemp("tiny")), max_model_len=MAX_MODEL_LEN)
+SLIDING = "sliding_attention"
+WINDOWED = {
+    "num_hidden_layers": 3, "sliding_window": 20, "layer_types": [SLIDING, "full_attention", SLIDING],
+    "query_pre_attn_scalar": 24, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CausalLM]:
+    """A model whose attention reads block tables; one has three KV cache groups, two of them with windows."""
+    folder = tmp_path_factory.mktemp("tiny")
+    if request.param == "llama":
+        write_tiny_llama(folder)
+    else:
+        write_random_model(folder, request.param, **WINDOWED)
+    worker = make_worker(folder, max_model_len=MAX_MODEL_LEN)
     worker.start()
     worker.model.use_attention(PlainPagedAttention())
     yield worker.model
@@ -121,10 +137,10 @@ def make_runner(model: CausalLM) -> ModelRunner:
     )  # fmt: skip
     batch = InputBatch(
         max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, vocab_size=config.vocab_size,
-        device=CPU, is_paged=True,
+        device=CPU, is_paged=True, num_kv_groups=len(groups),
     )  # fmt: skip
     return ModelRunner(
-        model, make_kv_caches(shape, 64, CPU), batch, windows=shape.windows, device=CPU,
+        model, make_kv_caches(shape, 128, CPU), batch, windows=shape.windows, device=CPU,
         on_phase=lambda name: None, is_paged=True,
     )  # fmt: skip
 
@@ -132,7 +148,7 @@ def make_runner(model: CausalLM) -> ModelRunner:
 def use_plain_graphs(runner: ModelRunner, prompt_sizes: tuple[int, ...]) -> RecordedSteps:
     forward, rows = runner._forward, runner._batch.on_device
     common: dict[str, Any] = {
-        "windows": (None,), "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "device": CPU,
+        "windows": forward._windows, "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "device": CPU,
     }  # fmt: skip
     decode = make_decode_step(
         runner._model, forward._kv_caches, rows, block_size=BLOCK_SIZE, prepare=make_decode_inputs, **common
@@ -154,7 +170,8 @@ def run(
     runner: ModelRunner, requests: Sequence[tuple[list[int], SamplingParams]], chunk: int
 ) -> list[list[int]]:
     """All requests to their ends: one more joins with each step, and prompts come `chunk` tokens at a time."""
-    driver = StepDriver(runner, block_size=BLOCK_SIZE)
+    num_kv_groups = runner._batch.on_device.block_tables.shape[0]
+    driver = StepDriver(runner, block_size=BLOCK_SIZE, num_kv_groups=num_kv_groups)
     waiting = list(enumerate(requests))
     made: dict[str, list[int]] = {}
     while waiting or driver.held:
@@ -176,10 +193,12 @@ CHOICES = (
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.7},
     {"temperature": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 0.7, "allowed_token_ids": (4, 5, 6, 7)},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 2},
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from(CHOICES), st.integers(1, 6)), min_size=1, max_size=5
@@ -207,7 +226,8 @@ def test_recorded_steps_choose_the_tokens_of_eager_ones(
         made = run(runner, asked, chunk)
 
     assert made == expected
-    if prompt_sizes == (16, 64, 256):
+    # A step whose prompt wants log-probabilities is not recorded.
+    if prompt_sizes == (16, 64, 256) and not any("prompt_logprobs" in choice for _, choice, _ in requests):
         assert recorded.prompt_graphs.replayed
     if any(most > 1 for _, _, most in requests):
         assert recorded.decode_graphs.replayed
@@ -235,8 +255,8 @@ def test_a_recording_has_room_for_a_prompt_in_eight_tokens(
 def test_what_keeps_a_gpu_busy_is_not_recorded(model: CausalLM) -> None:
     config = model.config
 
-    assert max_prompt_tokens(config, num_ranks=1, max_num_batched_tokens=100) == 100
+    assert max_prompt_tokens(config, num_ranks=1, most=100) == 100
     for num_ranks in (1, 3):
         enough = STARVING_FLOPS * num_ranks / 2 / config.num_layer_weights
-        most = max_prompt_tokens(config, num_ranks=num_ranks, max_num_batched_tokens=10**12)
+        most = max_prompt_tokens(config, num_ranks=num_ranks, most=10**12)
         assert 0 <= most - enough < 64

@@ -57,11 +57,12 @@ class PromptLens:
 class AttentionBackend(ABC):
     """Two calls a layer: one for the rows with one new token, one for the others.
 
-    records_prompts: a CUDA graph may hold `prefill`: it launches the same for all lengths that the host's limits allow
+    max_recorded_tokens: a CUDA graph may hold a `prefill` of so many tokens, which then is launched for the longest and
+                         most rows that there may be; 0: none
     """
 
     name: ClassVar[str]
-    records_prompts: ClassVar[bool] = True
+    max_recorded_tokens: ClassVar[int]
 
     def attend(
         self,
@@ -112,7 +113,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, q: torch.Tensor, seen: SeenCache, out: torch.Tensor) -> None:
-        """Write `out` for rows with one new token each; its launches depend on no length, so a graph may hold them."""
+        """Write `out` for rows with one new token each; its launches depend on no length, so a graph may hold them.
+
+        Where a row's kv_len is 0, `out` is left alone: the token of a prompt may stand there.
+        """
         ...
 
     @abstractmethod

@@ -22,6 +22,8 @@ class FlashAttention3(TritonAttention):
     """FlashAttention-3, module `flash_attn_interface`: for Hopper, 16-bit numbers. package: that module."""
 
     name = "flash-attention-3"
+    # Its programs find out on the card what there is to do.
+    max_recorded_tokens = 1 << 20
 
     def __init__(self, shape: AttentionShape, package: Any) -> None:
         super().__init__(shape)
@@ -47,8 +49,8 @@ class FlashAttention2(TritonAttention):
     """FlashAttention-2, package `flash_attn`: 16-bit numbers. Tested against its signature only, not on a card."""
 
     name = "flash-attention-2"
-    # It may; but no card has shown it.
-    records_prompts = False
+    # No card has shown that it may.
+    max_recorded_tokens = 0
 
     def __init__(self, shape: AttentionShape, package: Any) -> None:
         super().__init__(shape)

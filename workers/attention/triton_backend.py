@@ -14,6 +14,8 @@ class TritonAttention(AttentionBackend):
     """Any head size, number of heads and block size; float32, float16 and bfloat16."""
 
     name = "triton"
+    # For 11392 tokens it would be a third of a million programs a layer, nearly all of which end at once.
+    max_recorded_tokens = 1024
 
     def __init__(self, shape: AttentionShape) -> None:
         num_programs = DecodeTuning().num_programs

@@ -109,7 +109,13 @@ class Gemma3ForCausalLM(CausalLM):
         return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits, cap = super().compute_logits(hidden), self.config.final_logit_softcapping
+        return self._cap(super().compute_logits(hidden))
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._cap(super().compute_own_logits(hidden))
+
+    def _cap(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def own_name(self, name: str) -> str | None:
