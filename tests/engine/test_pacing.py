@@ -4,12 +4,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.engine.pacing import longest_first
-from phalanx.workers.messages import ModelRunnerOutput
+from phalanx.engine.scheduler import Scheduler
+from phalanx.workers.messages import ModelRunnerOutput, SchedulerOutput
 from phalanx.workers.sampling_params import SamplingParams
 from support.engine import make_request, make_scheduler
 
 STEP_TOKENS, MOST, SEATS = 96, 600, 12
 LENGTHS = st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=SEATS)
+
+
+def run_step(scheduler: Scheduler) -> tuple[SchedulerOutput, int, int]:
+    """One step, of which every sample is the same token. Returns it, how many sample, and its tokens of prompts."""
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    _, sampling, num_prefill_tokens = scheduler._in_flight[-1]
+    output = ModelRunnerOutput(
+        step=scheduled.step,
+        request_ids=[request.request_id for request in sampling],
+        sampled_token_ids=[1] * len(sampling),
+    )
+    scheduler.update_from_output(scheduled, output)
+    return scheduled, len(sampling), num_prefill_tokens
 
 
 def steps_of(
@@ -30,17 +45,9 @@ def steps_of(
         assert scheduler.add_request(request) is None
     steps, num_outputs = [], 0
     while scheduler.num_unfinished_requests:
-        scheduled = scheduler.schedule()
-        assert scheduled is not None
-        sampling = [request.request_id for request in scheduler._in_flight[-1][1]]
-        steps.append((scheduled.total_num_scheduled_tokens, scheduler._in_flight[-1][2]))
-        num_outputs += len(sampling)
-        scheduler.update_from_output(
-            scheduled,
-            ModelRunnerOutput(
-                step=scheduled.step, request_ids=sampling, sampled_token_ids=[1] * len(sampling)
-            ),
-        )
+        scheduled, num_sampling, num_prefill_tokens = run_step(scheduler)
+        steps.append((scheduled.total_num_scheduled_tokens, num_prefill_tokens))
+        num_outputs += num_sampling
         scheduler.check_invariants()
     assert num_outputs == sum(most for _, most in lengths)
     return steps
@@ -99,17 +106,9 @@ def test_everyone_who_runs_gets_a_token_however_many_prompts_have_begun() -> Non
         )
         assert scheduler.add_request(request) is None
     for _ in range(40):
-        scheduled = scheduler.schedule()
-        assert scheduled is not None
+        scheduled, _, _ = run_step(scheduler)
         assert min(scheduled.num_scheduled_tokens.values()) >= 1
         assert scheduled.total_num_scheduled_tokens <= 2000
-        sampling = [request.request_id for request in scheduler._in_flight[-1][1]]
-        scheduler.update_from_output(
-            scheduled,
-            ModelRunnerOutput(
-                step=scheduled.step, request_ids=sampling, sampled_token_ids=[1] * len(sampling)
-            ),
-        )
 
 
 def test_more_requests_than_seats_come_as_fast_as_they_can() -> None:
