@@ -96,19 +96,23 @@ def test_requests_of_one_length_or_of_none_come_as_fast_as_they_can(lengths: lis
 
 def test_everyone_who_runs_gets_a_token_however_many_prompts_have_begun() -> None:
     scheduler, _ = make_scheduler(
-        num_blocks=40_000, max_num_seqs=256, max_num_batched_tokens=2000, long_prefill_share=0.01, paced_step_tokens=64,
-        max_model_len=2000, enable_prefix_caching=False,
+        num_blocks=40_000, max_num_seqs=101, max_num_batched_tokens=10_000, long_prefill_share=0.01,
+        paced_step_tokens=64, max_model_len=30_000, enable_prefix_caching=False,
     )  # fmt: skip
-    for number in range(256):
-        output_len = 900 if number < 155 else 3 + number
-        request = make_request(
-            f"r{number}", num_prompt_tokens=1 if number < 155 else 600, max_tokens=output_len, ignore_eos=True
+    scheduler.add_request(make_request("long", num_prompt_tokens=5, max_tokens=20_000, ignore_eos=True))
+    run_step(scheduler)
+    for number in range(101):
+        scheduler.add_request(
+            make_request(f"r{number}", num_prompt_tokens=1000, max_tokens=9, ignore_eos=True)
         )
-        assert scheduler.add_request(request) is None
-    for _ in range(40):
+    # One more than there are seats: as many as can begin at once. Without it all may wait for the longest.
+    assert len(run_step(scheduler)[0].num_scheduled_tokens) == 101
+    scheduler.abort_requests(["r100"])
+
+    for _ in range(5):
         scheduled, _, _ = run_step(scheduler)
-        assert min(scheduled.num_scheduled_tokens.values()) >= 1
-        assert scheduled.total_num_scheduled_tokens <= 2000
+        assert len(scheduled.num_scheduled_tokens) == 101
+        assert min(scheduled.num_scheduled_tokens.values()) == 1
 
 
 def test_more_requests_than_seats_come_as_fast_as_they_can() -> None:
