@@ -13,8 +13,7 @@ import msgspec
 
 from ..shm.errors import ServingError
 
-MAX_INT = 2**63 - 1
-"""What goes over the wire; of seeds the smallest is one less than its negative."""
+MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 MAX_LARK_CHARACTERS = 1 << 16
 """Rules are read by recursion; a chain of them this long takes some 80 MB."""
@@ -143,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         self._check_distribution()
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_INT - 1, None)
+            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
@@ -175,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._set_number("temperature", 0.0, 2.0)
         self._set_number("top_p", 0.0, 1.0)
         _require(self.top_p > 0.0, "top_p", "must be greater than 0")
-        _check_int("top_k", self.top_k, -1, math.inf)  # lowered below
+        _check_int("top_k", self.top_k, -1, None)
         if self.top_k > MAX_TOP_K:
             msgspec.structs.force_setattr(self, "top_k", MAX_TOP_K)
         self._set_number("min_p", 0.0, 1.0)
@@ -242,12 +241,10 @@ def _number(field: str, value: Any, low: float, high: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _check_int(field: str, value: object, low: int, high: float | None) -> None:
-    """high: None: what goes over the wire at most."""
-    most = MAX_INT if high is None else high
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
-        is_short = high in (None, math.inf) and not (isinstance(value, int) and value > most)
-        bounds = f"at least {low}" if is_short else f"in [{low}, {most}]"
+def _check_int(field: str, value: Any, low: int, high: int | None) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise SamplingParamsError(field, f"must be an integer {bounds}, not {_shown(value)}")
 
 

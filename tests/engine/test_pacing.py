@@ -53,7 +53,7 @@ def steps_of(
     return steps
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(LENGTHS)
 @example([(1, 1)])
 @example([(150, 80)] * SEATS)
@@ -85,7 +85,7 @@ def test_a_step_takes_more_when_slack_would_run_out() -> None:
     assert max(tokens for tokens, _ in steps) < 350
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(LENGTHS)
 def test_requests_of_one_length_or_of_none_come_as_fast_as_they_can(lengths: list[tuple[int, int]]) -> None:
     of_one_length = [(prompt, 60) for prompt, _ in lengths]

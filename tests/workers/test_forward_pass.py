@@ -229,7 +229,8 @@ def test_recorded_steps_choose_the_tokens_of_eager_ones(
     # A step whose prompt wants log-probabilities is not recorded.
     if prompt_sizes == (16, 64, 256) and not any("prompt_logprobs" in choice for _, choice, _ in requests):
         assert recorded.prompt_graphs.replayed
-    if any(most > 1 for _, _, most in requests):
+    # Of several requests one may end while the prompts of others are still computed beside it.
+    if len(requests) == 1 and requests[0][2] > 1:
         assert recorded.decode_graphs.replayed
 
 
