@@ -256,17 +256,13 @@ class _ProgressBar:
 
 def _suit_scheduler(config: EngineConfig, report: ExecutorReport) -> SchedulerConfig:
     """Change what depends on the ranks, and on all requests being there from the beginning."""
-    rank = report.ranks[0]
+    scheduler, rank = config.scheduler, report.ranks[0]
     if rank.device == "cpu":
         # A step is computed where it is submitted: to plan ahead would only waste the step after each end.
-        return (
-            dataclasses.replace(config.scheduler, max_steps_in_flight=1)
-            if _is_in_process(config)
-            else config.scheduler
-        )
-    if config.scheduler.paced_step_tokens is None and rank.weight_bytes >= PACED_WEIGHT_BYTES:
-        return dataclasses.replace(config.scheduler, paced_step_tokens=PACED_STEP_TOKENS)
-    return config.scheduler
+        return dataclasses.replace(scheduler, max_steps_in_flight=1) if _is_in_process(config) else scheduler
+    if scheduler.paced_step_tokens is None and rank.weight_bytes >= PACED_WEIGHT_BYTES:
+        return dataclasses.replace(scheduler, paced_step_tokens=PACED_STEP_TOKENS)
+    return scheduler
 
 
 def _create_executor(config: EngineConfig) -> Executor:

@@ -1,6 +1,7 @@
 """Pacing: when everybody's length is known, prompts fill the steps of those who decode instead of coming all at once.
 
-Called by: Scheduler, for each step, when `scheduler.paced_step_tokens` is set; `LLM` sets it for large models. Pure.
+Called by: Scheduler, for each step, when `scheduler.paced_step_tokens` is set, in the process of the engine core: that
+of the user's program for `LLM`, which sets it for large models and sorts its requests. Pure: no clock, no peer.
 
 A step of a few rows takes as long as its weights take to be read, with or without some hundred tokens of prompts beside
 them: there prompts are computed for less than in a step of their own. A batch in which nobody waits for a first token,
@@ -52,7 +53,7 @@ class Pacer:
             # Who ends makes room for another: the end of the batch is not that of the longest.
             return self._most
         coming = [*begun, *waiting]
-        longest = max((_steps_left(request) for request in (*running, *coming)), default=0)
+        longest = max(_steps_left(request) for request in (*running, *coming))
         num_tokens, needed = 0, 0
         for request in coming:
             num_tokens += request.num_prefill_tokens

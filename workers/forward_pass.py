@@ -1,6 +1,8 @@
 """ForwardPass: a step's tokens through the model, by the quickest way that there is; and what follows needs of it.
 
-Called by: the model runner, for every step but those that one recording does from end to end. Three ways:
+Called by: the model runner, on the main thread of a worker process, for every step but those that one recording does
+from end to end. All ranks take the same way, for it follows from the step alone, and meet in the layers' exchanges,
+recorded or not: when a peer dies, they end as its group says (tp_group.py). Three ways:
 
     decode graph   every row has one new token, sampled before: the graph leaves its hidden states beside tokens
     prompt graph   a step with prompts that fits one of the recorded sizes

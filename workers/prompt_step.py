@@ -1,9 +1,9 @@
 """PromptStep: the model's pass over a step that holds prompts, from one buffer of the host to what is sampled from.
 
-Called by: forward_pass.py, by way of cuda_graphs.py. As DecodeStep it reads nothing but persistent tensors, the rows
-(device_rows.py) and a buffer that the host fills for each step, so it can be recorded: one by one the kernels of such a
-step take the host longer than a GPU needs for a few hundred tokens. What follows it, the choice of tokens, is launched
-for each step as it needs it.
+Called by: forward_pass.py, by way of cuda_graphs.py, in a worker process. As DecodeStep it reads nothing but persistent
+tensors, the rows (device_rows.py) and a buffer that the host fills for each step, so it can be recorded: one by one the
+kernels of such a step take the host longer than a GPU needs for a few hundred tokens. What follows it, the choice of
+tokens, is launched for each step as it needs it.
 
 A recording is of so many tokens, and has room for so many decoding rows and so many prompts; the rest is padding.
 

@@ -1,6 +1,7 @@
 """What one step computes, on the host: the arrays that InputBatch makes and the model runner sends to the device.
 
-Called by: input_batch.py makes them; the runner's ways through the model read them.
+Called by: input_batch.py makes them; model_runner.py, forward_pass.py and what they call read them. In a worker
+process.
 """
 
 from dataclasses import dataclass

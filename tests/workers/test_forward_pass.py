@@ -246,11 +246,17 @@ def test_every_row_that_filters_decodes_by_recordings(model: CausalLM) -> None:
     assert recorded.decode_graphs.replayed == [2] * 7 + [1]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_prompts", "needed"), [(20, 2, 20), (20, 3, 24), (9, 0, 9)])
-def test_a_recording_has_room_for_a_prompt_in_eight_tokens(
-    num_tokens: int, num_prompts: int, needed: int
+@pytest.mark.parametrize(("num_decode", "num_prompts"), [(0, 1), (2, 4), (1, 5), (5, 1)])
+def test_a_recording_of_the_size_that_is_needed_has_room_for_the_step(
+    model: CausalLM, num_decode: int, num_prompts: int
 ) -> None:
-    assert PromptStep.size_needed(num_tokens, num_prompts) == needed
+    prompts = use_plain_graphs(make_runner(model), (64,)).prompts
+
+    size = PromptStep.size_needed(num_decode + 2 * num_prompts, num_prompts)
+
+    assert size <= 64
+    assert prompts._num_prompts(size) >= num_prompts
+    assert prompts._num_decode_rows(size) >= num_decode
 
 
 def test_what_keeps_a_gpu_busy_is_not_recorded(model: CausalLM) -> None:
